@@ -1,0 +1,1 @@
+"""Presets: measured method settings for known targets, as data."""
