@@ -1,0 +1,80 @@
+"""Per-request switches, read from a request's `extra_args` (`vllm_xargs` over HTTP)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from speculators_ext.errors import ConfigError
+from speculators_ext.registry import near_miss
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+PREFIX = "speculators_ext_"
+ENABLED = f"{PREFIX}enabled"
+MAX_DRAFTS = f"{PREFIX}max_drafts"
+_KEYS = (ENABLED, MAX_DRAFTS)
+_SWITCH = {"0": False, "false": False, "1": True, "true": True}
+
+
+@dataclass(frozen=True)
+class RequestOptions:
+    """What one request asks of drafting.
+
+    Attributes:
+        enabled: False turns drafting off for this request.
+        max_drafts: most drafts a step, None for the server's number.
+    """
+
+    enabled: bool = True
+    max_drafts: int | None = None
+
+    def limit(self, num_speculative_tokens: int) -> int:
+        """Return the most drafts a step for this request, 0 when it is switched off."""
+        if not self.enabled:
+            return 0
+        if self.max_drafts is None:
+            return num_speculative_tokens
+        return min(self.max_drafts, num_speculative_tokens)
+
+    @classmethod
+    def parse(cls, extra_args: Mapping[str, Any] | None) -> RequestOptions:
+        """Read our keys and leave other keys alone.
+
+        Args:
+            extra_args: `SamplingParams.extra_args`; None and absent keys give the defaults.
+
+        Raises:
+            ConfigError: one line, for a bad value or an unknown key with our prefix.
+        """
+        args = extra_args or {}
+        for key in args:
+            if isinstance(key, str) and key.startswith(PREFIX) and key not in _KEYS:
+                close = near_miss(key, _KEYS)
+                hint = f"did you mean {close!r}?" if close else "remove it"
+                raise ConfigError(
+                    f"extra_args: unknown key {key!r}; accepted: {', '.join(_KEYS)}; {hint}"
+                )
+        return cls(
+            enabled=_switch(args[ENABLED]) if ENABLED in args else True,
+            max_drafts=_count(args[MAX_DRAFTS]) if MAX_DRAFTS in args else None,
+        )
+
+
+def _switch(value: object) -> bool:
+    if isinstance(value, int | str) and str(value).lower() in _SWITCH:
+        return _SWITCH[str(value).lower()]
+    raise ConfigError(
+        f"extra_args: {ENABLED}={value!r} is not valid; accepted: 0, 1, true or false; correct it"
+    )
+
+
+def _count(value: object) -> int:
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    if isinstance(value, str) and value.isascii() and value.isdigit():
+        return int(value)
+    raise ConfigError(
+        f"extra_args: {MAX_DRAFTS}={value!r} is not valid; accepted: an integer >= 0; correct it"
+    )
