@@ -1,0 +1,118 @@
+"""Running estimates that shrug off outliers: costs by median, survival by decayed counts."""
+
+from __future__ import annotations
+
+from collections import deque
+from statistics import median
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+
+class RunningMedian:
+    """Median of the last `window` values."""
+
+    def __init__(self, window: int) -> None:
+        self._values: deque[float] = deque(maxlen=window)
+        self._median: float | None = None
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def observe(self, value: float) -> None:
+        """Add one value."""
+        self._values.append(value)
+        self._median = median(self._values)
+
+    def value(self) -> float | None:
+        """Return the median, None before the first value."""
+        return self._median
+
+
+class SlopeWindow:
+    """Slope of a line through the origin, from the last `window` points.
+
+    The slope minimises the sum of absolute residuals, sum |y - slope * x|: it is the median of
+    y / x weighted by x. A point far off (a compilation, a garbage collection) does not move it.
+    """
+
+    def __init__(self, window: int) -> None:
+        self._points: deque[tuple[float, float]] = deque(maxlen=window)
+        self._slope: float | None = None
+
+    def observe(self, x: float, y: float) -> None:
+        """Add one point, x > 0."""
+        self._points.append((x, y))
+        self._slope = max(0.0, _weighted_median([(y / x, x) for x, y in self._points]))
+
+    def value(self) -> float | None:
+        """Return the slope, at least 0; None before the first point."""
+        return self._slope
+
+    def keep_last(self, count: int) -> None:
+        """Forget all but the last `count` points; the slope holds until the next one."""
+        while len(self._points) > count:
+            self._points.popleft()
+
+
+def _weighted_median(values: Iterable[tuple[float, float]]) -> float:
+    ordered = sorted(values)
+    half = sum(weight for _, weight in ordered) / 2
+    passed = 0.0
+    for value, weight in ordered:
+        passed += weight
+        if passed >= half:
+            return value
+    return ordered[-1][0]
+
+
+class Survival:
+    """Probability that a row reaches position i = 1 .. depth, from decayed counts.
+
+    p_i is the chance to reach i given i-1 was reached and i was allowed:
+    p_i = (reached_i + strength * p_{i-1}) / (tried_i + strength). A position seldom tried so takes
+    after the one before it, and what has not been tried for long is forgotten and tried again.
+
+    Args:
+        depth: positions.
+        prior: p_0.
+        strength: observations the prior is worth.
+        decay: what a count keeps at each `observe`.
+    """
+
+    def __init__(self, depth: int, prior: float, strength: float, decay: float) -> None:
+        self._tried = [0.0] * depth
+        self._reached = [0.0] * depth
+        self._prior = prior
+        self._strength = strength
+        self._decay = decay
+
+    def observe(self, rows: Sequence[tuple[int, int]]) -> None:
+        """Count one step's rows, each (positions allowed, positions reached)."""
+        self.forget(self._decay)
+        for allowed, reached in rows:
+            for position in range(min(allowed, reached + 1, len(self._tried))):
+                self._tried[position] += 1
+                self._reached[position] += position < reached
+
+    def forget(self, share: float) -> None:
+        """Scale all counts by `share`."""
+        self._tried = [count * share for count in self._tried]
+        self._reached = [count * share for count in self._reached]
+
+    def conditional(self) -> list[float]:
+        """Return p_1 .. p_depth."""
+        chances, before = [], self._prior
+        for tried, reached in zip(self._tried, self._reached, strict=True):
+            before = (reached + self._strength * before) / (tried + self._strength)
+            chances.append(before)
+        return chances
+
+    def survival(self) -> list[float]:
+        """Return p_1, p_1 p_2, ..."""
+        alive, values = 1.0, []
+        for chance in self.conditional():
+            alive *= chance
+            values.append(alive)
+        return values
