@@ -30,9 +30,11 @@ if TYPE_CHECKING:
 BUDGET = 0.01
 # Plain steps measured before drafting is tried at a batch size.
 PLAIN_SAMPLES = 5
-# Drafted steps of one try, and their depth: deep enough to see acceptance fall.
+# Drafted steps of one try, and their depth: just deep enough to see acceptance fall.
 PROBE_STEPS = 8
-PROBE_DEPTH = 3
+PROBE_DEPTH = 2
+# A try ends early, after so many steps, where the gain is below that.
+HOPELESS_STEPS, HOPELESS_GAIN = 3, 0.9
 # Steps to wait after a failed try; doubles with each failure.
 BACKOFF_FIRST, BACKOFF_LAST = 64, 4096
 # While drafting, the last few of so many steps go plain, to see whether that cost has changed.
@@ -281,9 +283,10 @@ class DepthController:
             return None
         if regime.mode == "probe":
             regime.left -= drafted
-            if regime.left > 0:
-                return None
             _, gain = self._best(regime, num_rows, self._max_depth)
+            hopeless = gain < HOPELESS_GAIN and PROBE_STEPS - regime.left >= HOPELESS_STEPS
+            if regime.left > 0 and not hopeless:
+                return None
             return self._start(regime, num_rows) if gain > 1 + self._margin else self._stop(regime)
         regime.drafting_steps += 1
         regime.depth, gain = self._best(regime, num_rows, self._max_depth)
