@@ -1,0 +1,44 @@
+"""Hook 4: hand the scheduler each request's own number of drafts (0 to K)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vllm.v1.outputs import DraftTokenIds
+from vllm.v1.worker.gpu.spec_decode.utils import DraftTokensHandler
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.v1.worker.gpu.input_batch import InputBatch
+
+__all__ = ["UNUSED_DRAFT", "RaggedDraftTokensHandler"]
+
+UNUSED_DRAFT = -1
+"""Marks the unused tail of a row. It reaches the scheduler only as a shorter list: under
+synchronous scheduling a slot that was not scheduled is never embedded."""
+
+
+class RaggedDraftTokensHandler(DraftTokensHandler):
+    """Trims each row at its first unused slot; stock vLLM returns uniform rows only.
+
+    Only for synchronous scheduling: with async scheduling the scheduler fixes every row's width
+    before the drafts exist, so there the stock handler is right.
+    """
+
+    def set_draft_tokens(self, input_batch: InputBatch, draft_tokens: torch.Tensor) -> None:
+        """Keep the drafts of this step.
+
+        Args:
+            input_batch: the batch the drafts belong to, row by row.
+            draft_tokens: [num_reqs, K] int64, ``UNUSED_DRAFT`` in the unused tail of a row.
+        """
+        self.req_ids = input_batch.req_ids
+        self._rows: list[list[int]] = [_trim(row) for row in draft_tokens.tolist()]
+
+    def get_draft_tokens(self) -> DraftTokenIds | None:
+        """The drafts of the last step, one list of 0 to K ids a request."""
+        return DraftTokenIds(self.req_ids, self._rows)
+
+
+def _trim(row: list[int]) -> list[int]:
+    return row[: row.index(UNUSED_DRAFT)] if UNUSED_DRAFT in row else row

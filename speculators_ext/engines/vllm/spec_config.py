@@ -1,0 +1,62 @@
+"""Hook 1: the speculative config of our methods, a subclass of vLLM's own.
+
+It pins the built-in method whose scheduler contract a method rides (see ``Method.rides``). Left to
+itself vLLM would guess the method again from names and model types, on every copy of the object.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+from pydantic import SkipValidation
+from vllm.config.speculative import SpeculativeConfig
+from vllm.config.utils import config as vllm_config_dataclass
+
+from speculators_ext.config import METHODS, ClaspConfig
+
+if TYPE_CHECKING:
+    from vllm.config.model import ModelConfig
+
+__all__ = ["ExtSpeculativeConfig", "is_ours"]
+
+
+@vllm_config_dataclass
+class ExtSpeculativeConfig(SpeculativeConfig):
+    """vLLM's SpeculativeConfig plus the name and validated options of one of our methods."""
+
+    ext_method: str = "clasp"
+    """Which of our methods this is; ``method`` holds the built-in it rides."""
+    method_config: SkipValidation[ClaspConfig] = None  # type: ignore[assignment]
+    """The method's own options, validated before this object is built."""
+
+    def __post_init__(self) -> None:
+        """Let the target draft for itself: its own config stands in for a draft checkpoint's."""
+        self.method = METHODS[self.ext_method].rides  # type: ignore[assignment]
+        self.prompt_lookup_max = self.prompt_lookup_min = 0
+        self.model = self.target_model_config.model
+        self.draft_model_config = _copy_model_config(self.target_model_config)
+        self.draft_parallel_config = self.target_parallel_config
+        self.draft_tensor_parallel_size = self.target_parallel_config.tensor_parallel_size
+
+    @property
+    def max_num_new_slots_for_drafting(self) -> int:
+        """Query slots a draft needs beyond the scheduled ones: none, drafts run by themselves."""
+        return 0
+
+    def __repr__(self) -> str:
+        return (
+            f"SpeculativeConfig(method={self.ext_method!r}, rides={self.method!r}, "
+            f"num_spec_tokens={self.num_speculative_tokens}, "
+            f"method_config={self.method_config.model_dump()})"
+        )
+
+
+def _copy_model_config(target: ModelConfig) -> ModelConfig:
+    """A shallow copy: vLLM tells target and draft apart by identity."""
+    return copy.copy(target)
+
+
+def is_ours(speculative_config: Any) -> bool:
+    """Whether this (possibly absent) speculative config names one of our methods."""
+    return isinstance(speculative_config, ExtSpeculativeConfig)

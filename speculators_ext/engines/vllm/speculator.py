@@ -1,0 +1,306 @@
+"""Hook 3: the speculator of ``clasp``, the target drafting for itself with layers skipped.
+
+A round: [search a skip set] -> draft token by token through the kept layers, on the target's own
+KV cache -> hand 0 to K drafts a request to the scheduler. Verification by the target then
+overwrites every KV slot the drafts wrote.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.config.compilation import CUDAGraphMode
+from vllm.forward_context import set_forward_context
+from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
+from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
+from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
+
+from speculators_ext.engines.vllm.drafts import UNUSED_DRAFT
+from speculators_ext.engines.vllm.layer_walk import LayerWalk
+from speculators_ext.engines.vllm.log import logger
+from speculators_ext.engines.vllm.packed_rows import can_pack_rows, use_packed_rows_backend
+from speculators_ext.engines.vllm.request_options import DEFAULT_OPTIONS
+from speculators_ext.engines.vllm.skip_search import SearchRows, SkipSearch
+from speculators_ext.engines.vllm.step_clock import StepClock
+from speculators_ext.proposers.drafting import clamp_ids
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import nn
+    from vllm.config import VllmConfig
+    from vllm.v1.worker.gpu.input_batch import InputBatch
+    from vllm.v1.worker.gpu.states import RequestState
+
+    from speculators_ext.config import ClaspConfig
+
+__all__ = ["ClaspSpeculator", "build_speculator"]
+
+
+def build_speculator(
+    vllm_config: VllmConfig, device: torch.device, req_states: RequestState
+) -> ClaspSpeculator:
+    """The speculator for our config; called before the target's layers are built."""
+    if device.type == "cpu":
+        use_packed_rows_backend()
+    return ClaspSpeculator(vllm_config, device, req_states)
+
+
+class ClaspSpeculator(DraftModelSpeculator):
+    """Drafts with the target's own layers; see the module's docstring for a round.
+
+    Args:
+        vllm_config: holds our speculative config.
+        device: of the target.
+        req_states: the runner's request table, read only.
+    """
+
+    def __init__(
+        self, vllm_config: VllmConfig, device: torch.device, req_states: RequestState
+    ) -> None:
+        super().__init__(vllm_config, device)
+        self._options: ClaspConfig = self.speculative_config.method_config
+        self._req_states = req_states
+        self._async = vllm_config.scheduler_config.async_scheduling
+        self._clock = StepClock(self.num_speculative_steps, self._options)
+        self._draft_step = torch.zeros((), dtype=torch.int64, device=device)
+        self._arange = torch.arange(self.max_num_reqs + 1, dtype=torch.int32, device=device)
+        self._step_logits: torch.Tensor | None = None
+
+    def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
+        """No graph: the skip set changes at run time, layers are called eagerly."""
+
+    def capture(self) -> None:
+        """No graph to capture."""
+
+    def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> Any:
+        """The draft model is the target."""
+        self._target_attn_layer_names = target_attn_layer_names
+        walk = LayerWalk(target_model, sublayers=self._options.skip_unit == "sublayer")
+        can_pack = can_pack_rows(self.vllm_config, target_attn_layer_names)
+        self._walk = walk
+        self._search = SkipSearch(
+            walk, self._options, self.vllm_config, can_pack=can_pack, broadcast=_from_rank_0
+        )
+        if self._options.policy == "dp" and not can_pack and self._options.skip_layers is None:
+            logger.warning(
+                "clasp: this attention backend cannot attend packed rows; drafting with the "
+                "evenly spread set %s instead of searching",
+                self._search.even_set,
+            )
+        return target_model
+
+    def set_attn(self, *args: Any, **kwargs: Any) -> None:
+        """Build draft attention metadata with the target's layers, but own none of them."""
+        self.draft_attn_layer_names = self._target_attn_layer_names
+        super().set_attn(*args, **kwargs)
+        self.draft_attn_layer_names = set()
+        self._layer_group = {
+            name: index
+            for index, group in enumerate(self.kv_cache_config.kv_cache_groups)
+            for name in group.layer_names
+        }
+
+    def compute_draft_logits(self, hidden_states: torch.Tensor, spec_step_idx: int) -> torch.Tensor:
+        """The target's logits, kept for the exit rule of this step."""
+        self._step_logits = self.model.compute_logits(hidden_states)
+        return self._step_logits
+
+    @torch.inference_mode()
+    def propose(
+        self,
+        input_batch: InputBatch,
+        attn_metadata: Any,
+        slot_mappings: Any,
+        last_hidden_states: torch.Tensor,
+        aux_hidden_states: Any,
+        num_sampled: torch.Tensor,
+        num_rejected: torch.Tensor,
+        last_sampled: torch.Tensor,
+        next_prefill_tokens: torch.Tensor,
+        temperature: torch.Tensor,
+        seeds: torch.Tensor,
+        *args: Any,
+        dummy_run: bool = False,
+        num_speculative_tokens: int | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Draft for every request of the batch that has a new token.
+
+        Returns:
+            [num_reqs, K] int64. Unused slots hold ``UNUSED_DRAFT`` under synchronous scheduling,
+            a valid id under async scheduling (what reaches the input ids is embedded unchecked).
+        """
+        num_reqs = input_batch.num_reqs
+        unused = 0 if self._async else UNUSED_DRAFT
+        drafts = torch.full_like(self.draft_tokens[:num_reqs], unused)
+        if dummy_run:
+            return drafts.clamp_(min=0)
+        started = time.perf_counter()
+        limits = self._draft_limits(input_batch, num_sampled, num_rejected, num_speculative_tokens)
+        self._clock.observe_target_step(started, input_batch, num_sampled, num_rejected, limits)
+        depth = _depth_from_rank_0(self._clock.depth(sum(limit > 0 for limit in limits)))
+        limits = [min(limit, depth) for limit in limits]
+        rows = [row for row, limit in enumerate(limits) if limit > 0]
+        if rows:
+            self._copy_request_inputs(num_reqs, input_batch.idx_mapping, temperature, seeds)
+            positions = input_batch.seq_lens[:num_reqs].long() - num_rejected[:num_reqs].long()
+            tokens = last_sampled[input_batch.idx_mapping].view(-1)[:num_reqs]
+            self._refresh_skip_sets(input_batch, rows, tokens, positions)
+            names = [input_batch.req_ids[row] for row in rows]
+            for units, members in self._search.groups(names):
+                group = [rows[m] for m in members]
+                self._draft_rows(input_batch, units, group, limits, tokens, positions, drafts)
+            self._search.count_round()
+        self._clock.finish(drafts, unused)
+        return drafts
+
+    def _draft_limits(
+        self,
+        input_batch: InputBatch,
+        num_sampled: torch.Tensor,
+        num_rejected: torch.Tensor,
+        num_speculative_tokens: int | None,
+    ) -> list[int]:
+        """The most drafts each row can use: options, remaining tokens and room in the model."""
+        steps = self.num_speculative_steps
+        if num_speculative_tokens is not None:
+            steps = min(steps, num_speculative_tokens)
+        options = getattr(self.model_state, "request_options", {})
+        slots = input_batch.idx_mapping_np
+        lengths = (input_batch.seq_lens[: input_batch.num_reqs] - num_rejected).tolist()
+        limits = []
+        for slot, sampled, length in zip(slots, num_sampled.tolist(), lengths, strict=False):
+            # `length` tokens have KV, the bonus token follows, and each step adds one more for
+            # free: drafts past the request's last token would be thrown away.
+            end = min(int(self._req_states.max_seq_len[slot]) - 1, self.max_model_len - 1)
+            room = end - (length + 1)
+            limit = options.get(int(slot), DEFAULT_OPTIONS).limit(steps)
+            limits.append(max(0, min(limit, room)) if sampled > 0 else 0)
+        return limits
+
+    def _refresh_skip_sets(
+        self,
+        input_batch: InputBatch,
+        rows: list[int],
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+    ) -> None:
+        self._search.forget_absent(self._req_states.req_id_to_index.__contains__)
+        names = [input_batch.req_ids[row] for row in rows]
+        if not self._search.due(names):
+            return
+        started = time.perf_counter()
+        tables = [table.gpu[input_batch.idx_mapping[rows]] for table in self.block_tables.block_tables]
+        by_layer = {
+            name: tables[group]
+            for name, group in self._layer_group.items()
+            if name in self._target_attn_layer_names
+        }
+        self._search.search(SearchRows(names, tokens[rows], positions[rows], by_layer))
+        self._clock.observe_search(time.perf_counter() - started)
+
+    def _draft_rows(
+        self,
+        input_batch: InputBatch,
+        units: Sequence[int],
+        rows: list[int],
+        limits: list[int],
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        drafts: torch.Tensor,
+    ) -> None:
+        """Draft token by token; a row leaves the batch at its limit or when it is unsure."""
+        tokens, positions = tokens[rows], positions[rows]
+        gathered_for: list[int] | None = None
+        for step in range(max(limits[row] for row in rows)):
+            started = time.perf_counter()
+            if gathered_for != rows:
+                idx_mapping = input_batch.idx_mapping[rows]
+                self.block_tables.gather_block_tables(idx_mapping, num_reqs_padded=len(rows))
+                bound = input_batch.seq_lens_cpu_upper_bound[rows]
+                gathered_for = rows
+            hidden = self._forward(units, tokens, positions, idx_mapping, bound, step)
+            self._draft_step.fill_(step)
+            tokens = self.sample_draft(
+                hidden,
+                positions,
+                idx_mapping,
+                self.temperature,
+                self.seeds,
+                self._draft_step,
+                self.draft_logits,
+            )
+            tokens = clamp_ids(tokens, self.vocab_size)
+            drafts[rows, step] = tokens
+            going = self._still_going(rows, limits, step)
+            self._clock.observe_draft_step(len(rows), time.perf_counter() - started)
+            if not going:
+                return
+            if len(going) < len(rows):
+                rows = [rows[i] for i in going]
+                tokens, positions = tokens[going], positions[going]
+            positions = positions + 1
+
+    def _still_going(self, rows: list[int], limits: list[int], step: int) -> list[int]:
+        """Which of ``rows`` (as indices) draft another token after ``step``."""
+        under_limit = [i for i, row in enumerate(rows) if limits[row] > step + 1]
+        threshold = self._options.exit_threshold
+        if threshold <= 0 or not under_limit or self._step_logits is None:
+            return under_limit
+        logits = self._step_logits.float()
+        confident = logits.max(dim=-1).values - logits.logsumexp(dim=-1)
+        sure = _from_rank_0(confident >= torch.tensor(threshold).log()).tolist()
+        return [i for i in under_limit if sure[i]]
+
+    def _forward(
+        self,
+        units: Sequence[int],
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        idx_mapping: torch.Tensor,
+        seq_lens_bound: torch.Tensor,
+        step: int,
+    ) -> torch.Tensor:
+        """One draft forward of n rows through ``units``: [n] ids and positions -> [n, H]."""
+        n = tokens.shape[0]
+        buffers = self.input_buffers
+        buffers.positions[:n].copy_(positions)
+        buffers.seq_lens[:n].copy_(positions + 1)
+        buffers.query_start_loc[: n + 1].copy_(self._arange[: n + 1])
+        slots = self.block_tables.compute_slot_mappings(
+            idx_mapping, buffers.query_start_loc[: n + 1], buffers.positions[:n], n
+        )
+        metadata = self._build_uniform_attn_metadata(
+            batch_desc=BatchExecutionDescriptor(
+                cg_mode=CUDAGraphMode.NONE, num_tokens=n, num_reqs=n, uniform_token_count=1
+            ),
+            num_reqs=n,
+            num_query_per_req=1,
+            seq_lens_cpu_upper_bound=seq_lens_bound,
+            step=step + 1,
+        )
+        with set_forward_context(
+            metadata,
+            self.vllm_config,
+            num_tokens=n,
+            slot_mapping=build_slot_mappings_by_layer(slots, self.kv_cache_config),
+        ):
+            return self._walk.run(units, buffers.positions[:n], self._walk.embed(tokens))
+
+
+def _from_rank_0(decision: torch.Tensor) -> torch.Tensor:
+    """Rank 0's value on every tensor-parallel rank: what changes launches is decided once."""
+    from vllm.distributed.parallel_state import get_tp_group
+
+    group = get_tp_group()
+    return decision if group.world_size == 1 else group.broadcast(decision.contiguous(), src=0)
+
+
+def _depth_from_rank_0(depth: int) -> int:
+    from vllm.distributed.parallel_state import get_tp_group
+
+    group = get_tp_group()
+    return depth if group.world_size == 1 else int(group.broadcast_object(depth, src=0))
