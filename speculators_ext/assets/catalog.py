@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from speculators_ext.assets import smollm2, tiny
+from speculators_ext.assets import smollm2, tiny, tiny_derived
 from speculators_ext.assets.tiny_specs import SPECS
 
 if TYPE_CHECKING:
@@ -37,6 +37,18 @@ def _catalog() -> dict[str, Asset]:
         *(
             Asset(name, spec.summary, partial(tiny.source, name), partial(tiny.build_into, name))
             for name, spec in SPECS.items()
+        ),
+        Asset(
+            tiny_derived.LORA,
+            "a LoRA adapter of rank 8 for tiny-llama",
+            tiny_derived.source,
+            tiny_derived.build_lora_into,
+        ),
+        Asset(
+            tiny_derived.W8A8,
+            "tiny-llama with int8 weights and activations (compressed-tensors)",
+            tiny_derived.source,
+            tiny_derived.build_w8a8_into,
         ),
     ]
     return {asset.name: asset for asset in assets}

@@ -16,6 +16,7 @@ import importlib.metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from speculators_ext.assets.quiet import no_progress_bars
 from speculators_ext.assets.store import AssetError, sha256
 
 if TYPE_CHECKING:
@@ -178,21 +179,25 @@ def _write_tokenizer(path: Path, folder: Path, fields: dict[str, Any]) -> None:
 
 
 def _check_answer(folder: Path) -> None:
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    prompt = tokenizer.apply_chat_template(
-        [{"role": "user", "content": _QUESTION}],
-        add_generation_prompt=True,
-        return_tensors="pt",
-        return_dict=True,
-    )
-    tokens = model.generate(**prompt, max_new_tokens=16, do_sample=False)
-    answer = tokenizer.decode(tokens[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
+    with no_progress_bars():
+        answer = _answer(folder, _QUESTION)
     if _ANSWER not in answer:
         raise AssetError(
             f"the converted model answers {_QUESTION!r} with {answer!r}, not with {_ANSWER}: "
             f"the conversion is wrong for this file (sha256 {sha256(gguf_path())[:12]})"
         )
+
+
+def _answer(folder: Path, question: str) -> str:
+    """Sixteen greedy tokens of the model's answer, through its chat template."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    message = {"role": "user", "content": question}
+    prompt = tokenizer.apply_chat_template(
+        [message], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    tokens = model.generate(**prompt, max_new_tokens=16, do_sample=False)
+    return tokenizer.decode(tokens[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)

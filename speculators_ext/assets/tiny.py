@@ -6,6 +6,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from speculators_ext.assets import tiny_tokenizer
+from speculators_ext.assets.quiet import no_progress_bars
 from speculators_ext.assets.tiny_specs import HIDDEN, SPECS, TinySpec
 from speculators_ext.assets.tiny_weights import Initializer
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     Tensors = dict[str, torch.Tensor]
 
 RECIPE = 1
-_WEIGHTS = "model.safetensors"
+WEIGHTS = "model.safetensors"
 
 
 def source(name: str) -> dict[str, Any]:
@@ -40,13 +41,13 @@ def build_into(name: str, folder: Path, report: Report) -> None:
     spec = SPECS[name]
     _save_skeleton(spec, folder)
     initialize = Initializer(name, HIDDEN, gemma="gemma" in name)
-    shapes = {key: value.shape for key, value in load_file(folder / _WEIGHTS).items()}
+    shapes = {key: value.shape for key, value in load_file(folder / WEIGHTS).items()}
     tensors = {key: initialize(key, shape) for key, shape in shapes.items()}
     if spec.mtp == "deepseek":
         tensors |= _deepseek_mtp(tensors, spec.config_options()["num_hidden_layers"])
     elif spec.mtp == "mimo":
         tensors |= _mimo_mtp(tensors)
-    save_file(tensors, folder / _WEIGHTS, metadata={"format": "pt"})
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     tiny_tokenizer.write(folder)
 
 
@@ -55,7 +56,8 @@ def _save_skeleton(spec: TinySpec, folder: Path) -> None:
 
     config = getattr(transformers, spec.config_class)(**spec.config_options())
     model = getattr(transformers, spec.built_as or spec.architecture)(config)
-    model.save_pretrained(folder)
+    with no_progress_bars():
+        model.save_pretrained(folder)
     path = folder / "config.json"
     written = json.loads(path.read_text())
     written |= {"architectures": [spec.architecture], **spec.raw}

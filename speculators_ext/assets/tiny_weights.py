@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING
 from speculators_ext.assets.tiny_tokenizer import readable_ids
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
 
 SEED = 20240
@@ -35,6 +37,15 @@ _NORM_NOISE = 0.1
 def layer_gain(layer: int) -> float:
     """How much a half of this layer adds to the residual stream, relative to the embedding."""
     return _LAYER_GAINS[layer % len(_LAYER_GAINS)]
+
+
+def tensor_noise(model: str, name: str, shape: Sequence[int]) -> torch.Tensor:
+    """Standard normal values, fp32, of this shape; the same for the same model and tensor name."""
+    import torch
+
+    digest = hashlib.sha256(f"{SEED}/{model}/{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+    return torch.randn(tuple(shape), generator=generator)
 
 
 class Initializer:
@@ -54,7 +65,7 @@ class Initializer:
 
     def __call__(self, name: str, shape: torch.Size) -> torch.Tensor:
         """Values for the tensor `name` of the checkpoint: `shape`, fp32."""
-        noise = self._noise(name, shape)
+        noise = tensor_noise(self.model, name, shape)
         part = name.removesuffix(".weight").rpartition(".")[2]
         if "norm" in part:
             return self._norm(name, part, noise)
@@ -63,13 +74,6 @@ class Initializer:
         if part == "e_score_correction_bias" or name.endswith(".bias"):
             return noise * _NORM_NOISE
         return self._linear(name, part, noise / shape[-1] ** 0.5)
-
-    def _noise(self, name: str, shape: torch.Size) -> torch.Tensor:
-        import torch
-
-        digest = hashlib.sha256(f"{SEED}/{self.model}/{name}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
-        return torch.randn(shape, generator=generator)
 
     def _norm(self, name: str, part: str, noise: torch.Tensor) -> torch.Tensor:
         weight = 1 + _NORM_NOISE * noise

@@ -1,0 +1,23 @@
+"""Keeps transformers' progress bars out of our own output."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@contextmanager
+def no_progress_bars() -> Iterator[None]:
+    """Switches transformers' bars off inside the block, and back to what they were after it."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
