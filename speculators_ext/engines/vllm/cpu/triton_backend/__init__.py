@@ -29,7 +29,7 @@ class _Withdrawing(ModuleType):
             table = self.__dict__["backends"]
         except KeyError:
             raise AttributeError("backends") from None
-        self.__class__ = ModuleType
+        self.__class__ = ModuleType  # type: ignore[assignment]
         table.pop("cpu", None)
         return table
 
