@@ -130,9 +130,7 @@ HOOKS = (
         "read per-request options",
         (
             Expectation(_STATES, "resolve_model_state_cls", ("vllm_config", "model")),
-            Expectation(
-                f"{_STATES}.interface", "ModelState.add_request", ("self", "req_index")
-            ),
+            Expectation(f"{_STATES}.interface", "ModelState.add_request", ("self", "req_index")),
         ),
     ),
     Hook(

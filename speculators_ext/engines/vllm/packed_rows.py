@@ -78,9 +78,7 @@ class _PackedRowsCPUImpl(CPUAttentionBackendImpl):
             )
         return output
 
-    def _learn_layout(
-        self, layer: Any, kv_cache: torch.Tensor, dtype: torch.dtype
-    ) -> BlockLayout:
+    def _learn_layout(self, layer: Any, kv_cache: torch.Tensor, dtype: torch.dtype) -> BlockLayout:
         def write(
             key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor
         ) -> None:

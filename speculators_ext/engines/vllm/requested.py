@@ -92,9 +92,7 @@ def build_speculative_config(
     _check_sampling(method, request)
     _check_engine(method, args, parallel)
     _check_target(method, target)
-    options = parse_method_config(
-        method, request.get("method_config"), target=_target_info(target)
-    )
+    options = parse_method_config(method, request.get("method_config"), target=_target_info(target))
     _check_skip_unit(options, target)
     stock = {k: v for k, v in request.items() if k not in ("method", "method_config")}
     config = ExtSpeculativeConfig(
@@ -174,7 +172,9 @@ def _check_engine(method: str, args: EngineArgs, parallel: ParallelConfig) -> No
             "expert parallelism is not supported; accepted: either of the two alone"
         )
     if getattr(args, "watermark_config", None) is not None:
-        raise ConfigError(f"speculative method '{method}': watermarking is not supported; remove it")
+        raise ConfigError(
+            f"speculative method '{method}': watermarking is not supported; remove it"
+        )
     _check_runner(method)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from typing import TYPE_CHECKING, Any
 
-from pydantic import SkipValidation
+from pydantic import SkipValidation  # noqa: TC002 - pydantic reads the annotation
 from vllm.config.speculative import SpeculativeConfig
 from vllm.config.utils import config as vllm_config_dataclass
 

@@ -7,7 +7,6 @@ overwrites every KV slot the drafts wrote.
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -64,7 +63,12 @@ class ClaspSpeculator(DraftModelSpeculator):
         self._options: ClaspConfig = self.speculative_config.method_config
         self._req_states = req_states
         self._async = vllm_config.scheduler_config.async_scheduling
-        self._clock = StepClock(self.num_speculative_steps, self._options)
+        self._clock = StepClock(
+            self.num_speculative_steps,
+            self._options.refresh_interval,
+            adaptive=self._options.adaptive,
+            fixed_launches=device.type != "cpu",
+        )
         self._draft_step = torch.zeros((), dtype=torch.int64, device=device)
         self._arange = torch.arange(self.max_num_reqs + 1, dtype=torch.int32, device=device)
         self._step_logits: torch.Tensor | None = None
@@ -138,9 +142,8 @@ class ClaspSpeculator(DraftModelSpeculator):
         drafts = torch.full_like(self.draft_tokens[:num_reqs], unused)
         if dummy_run:
             return drafts.clamp_(min=0)
-        started = time.perf_counter()
+        self._clock.begin(input_batch)
         limits = self._draft_limits(input_batch, num_sampled, num_rejected, num_speculative_tokens)
-        self._clock.observe_target_step(started, input_batch, num_sampled, num_rejected, limits)
         depth = _depth_from_rank_0(self._clock.depth(sum(limit > 0 for limit in limits)))
         limits = [min(limit, depth) for limit in limits]
         rows = [row for row, limit in enumerate(limits) if limit > 0]
@@ -154,7 +157,7 @@ class ClaspSpeculator(DraftModelSpeculator):
                 group = [rows[m] for m in members]
                 self._draft_rows(input_batch, units, group, limits, tokens, positions, drafts)
             self._search.count_round()
-        self._clock.finish(drafts, unused)
+        self._clock.end(input_batch, num_sampled, limits)
         return drafts
 
     def _draft_limits(
@@ -192,15 +195,15 @@ class ClaspSpeculator(DraftModelSpeculator):
         names = [input_batch.req_ids[row] for row in rows]
         if not self._search.due(names):
             return
-        started = time.perf_counter()
-        tables = [table.gpu[input_batch.idx_mapping[rows]] for table in self.block_tables.block_tables]
+        slots = input_batch.idx_mapping[rows]
+        tables = [table.gpu[slots] for table in self.block_tables.block_tables]
         by_layer = {
             name: tables[group]
             for name, group in self._layer_group.items()
             if name in self._target_attn_layer_names
         }
-        self._search.search(SearchRows(names, tokens[rows], positions[rows], by_layer))
-        self._clock.observe_search(time.perf_counter() - started)
+        with self._clock.searching():
+            self._search.search(SearchRows(names, tokens[rows], positions[rows], by_layer))
 
     def _draft_rows(
         self,
@@ -216,33 +219,42 @@ class ClaspSpeculator(DraftModelSpeculator):
         tokens, positions = tokens[rows], positions[rows]
         gathered_for: list[int] | None = None
         for step in range(max(limits[row] for row in rows)):
-            started = time.perf_counter()
             if gathered_for != rows:
                 idx_mapping = input_batch.idx_mapping[rows]
                 self.block_tables.gather_block_tables(idx_mapping, num_reqs_padded=len(rows))
                 bound = input_batch.seq_lens_cpu_upper_bound[rows]
                 gathered_for = rows
-            hidden = self._forward(units, tokens, positions, idx_mapping, bound, step)
-            self._draft_step.fill_(step)
-            tokens = self.sample_draft(
-                hidden,
-                positions,
-                idx_mapping,
-                self.temperature,
-                self.seeds,
-                self._draft_step,
-                self.draft_logits,
-            )
-            tokens = clamp_ids(tokens, self.vocab_size)
+            with self._clock.drafting():
+                hidden = self._forward(units, tokens, positions, idx_mapping, bound, step)
+                tokens = self._sample(hidden, positions, idx_mapping, step)
+                going = self._still_going(rows, limits, step)
             drafts[rows, step] = tokens
-            going = self._still_going(rows, limits, step)
-            self._clock.observe_draft_step(len(rows), time.perf_counter() - started)
             if not going:
                 return
             if len(going) < len(rows):
                 rows = [rows[i] for i in going]
                 tokens, positions = tokens[going], positions[going]
             positions = positions + 1
+
+    def _sample(
+        self,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        idx_mapping: torch.Tensor,
+        step: int,
+    ) -> torch.Tensor:
+        """One draft a row, [n] int64; its distribution is kept when sampling is probabilistic."""
+        self._draft_step.fill_(step)
+        tokens = self.sample_draft(
+            hidden,
+            positions,
+            idx_mapping,
+            self.temperature,
+            self.seeds,
+            self._draft_step,
+            self.draft_logits,
+        )
+        return clamp_ids(tokens, self.vocab_size)
 
     def _still_going(self, rows: list[int], limits: list[int], step: int) -> list[int]:
         """Which of ``rows`` (as indices) draft another token after ``step``."""

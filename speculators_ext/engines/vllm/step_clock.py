@@ -3,37 +3,134 @@
 from __future__ import annotations
 
 import time
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from speculators_ext.engines.vllm.log import logger
+from speculators_ext.proposers.adaptive import DepthController, RowOutcome
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import torch
     from vllm.v1.worker.gpu.input_batch import InputBatch
-
-    from speculators_ext.config import ClaspConfig
 
 __all__ = ["StepClock"]
 
 
 class StepClock:
-    """Measures target steps, draft steps and searches; answers how deep to draft next."""
+    """Measures target steps, draft steps and searches; answers how deep to draft next.
 
-    def __init__(self, max_depth: int, options: ClaspConfig) -> None:
+    A round is ``begin`` (at the start of propose), drafting inside ``drafting`` / ``searching``,
+    ``end``. The target's step is what passes between one round's end and the next one's begin.
+
+    Args:
+        max_depth: K, the deepest a round may draft.
+        refresh_interval: rounds between two searches.
+        adaptive: False always answers ``max_depth`` and measures nothing.
+        fixed_launches: rows cannot leave a draft batch early (GPUs).
+    """
+
+    def __init__(
+        self, max_depth: int, refresh_interval: int, *, adaptive: bool, fixed_launches: bool
+    ) -> None:
         self._max_depth = max_depth
-        self._adaptive = options.adaptive
+        self._controller = (
+            DepthController(max_depth, refresh_interval, fixed_launches=fixed_launches)
+            if adaptive
+            else None
+        )
+        self._ended: float | None = None
+        self._batch: list[str] = []
+        self._caps: dict[str, int] = {}
+        self._clear()
+
+    def _clear(self) -> None:
+        self._verify_seconds: float | None = None
+        self._draft_seconds = self._search_seconds = 0.0
+        self._draft_steps = 0
 
     def depth(self, num_rows: int) -> int:
-        """How many tokens to draft at most in this round."""
-        return self._max_depth
+        """How many tokens to draft at most in this round, for ``num_rows`` rows that could."""
+        if self._controller is None:
+            return self._max_depth
+        return self._controller.depth(num_rows) if num_rows else 0
 
-    def observe_target_step(self, now, input_batch, num_sampled, num_rejected, limits) -> None:
-        pass
+    def begin(self, input_batch: InputBatch) -> None:
+        """A round starts: what has passed since the last one was the target's."""
+        if self._controller is None:
+            return
+        steady = not input_batch.has_prefill and input_batch.req_ids == self._batch
+        if steady and self._ended is not None:
+            self._verify_seconds = time.perf_counter() - self._ended
+        self._batch = list(input_batch.req_ids)
 
-    def observe_search(self, seconds: float) -> None:
-        pass
+    @contextmanager
+    def drafting(self) -> Iterator[None]:
+        """Around one draft forward."""
+        started = time.perf_counter()
+        yield
+        self._draft_seconds += time.perf_counter() - started
+        self._draft_steps += 1
 
-    def observe_draft_step(self, num_rows: int, seconds: float) -> None:
-        pass
+    @contextmanager
+    def searching(self) -> Iterator[None]:
+        """Around one search for a skip set."""
+        started = time.perf_counter()
+        yield
+        self._search_seconds += time.perf_counter() - started
 
-    def finish(self, drafts, unused) -> None:
-        pass
+    def end(self, input_batch: InputBatch, num_sampled: torch.Tensor, caps: list[int]) -> None:
+        """A round is over.
+
+        Args:
+            input_batch: the batch that was verified.
+            num_sampled: [num_reqs], accepted drafts + 1 of each row, 0 for unfinished prompts.
+            caps: [num_reqs], drafts each row was allowed in the drafting that just ended.
+        """
+        if self._controller is None:
+            return
+        outcomes = self._outcomes(input_batch, num_sampled.tolist())
+        transition = self._controller.observe(
+            outcomes,
+            verify_seconds=self._verify_seconds,
+            draft_steps=self._draft_steps,
+            draft_seconds=self._draft_seconds,
+            search_seconds=self._search_seconds,
+        )
+        if transition is not None:
+            self._say(transition, len(outcomes))
+        self._caps = dict(zip(input_batch.req_ids, caps, strict=False))
+        self._clear()
+        self._ended = time.perf_counter()
+
+    def _outcomes(self, input_batch: InputBatch, sampled: list[int]) -> list[RowOutcome]:
+        drafted = input_batch.num_draft_tokens_per_req
+        outcomes = []
+        for row, req_id in enumerate(input_batch.req_ids):
+            if sampled[row] == 0:
+                continue
+            count = 0 if drafted is None else int(drafted[row])
+            cap = max(count, self._caps.get(req_id, 0))
+            outcomes.append(RowOutcome(cap, count, min(sampled[row] - 1, count)))
+        return outcomes
+
+    def _say(self, transition: str, num_rows: int) -> None:
+        known = self._controller.estimates(num_rows) if self._controller else None
+        if known is None:
+            return
+        logger.info(
+            "Drafting %s at %d running request(s): best depth %d would give %.2fx plain speed "
+            "(draft step %.2f, verified token %.2f, search %.2f of a plain step of %.1f ms; "
+            "acceptance %s)%s",
+            transition,
+            num_rows,
+            known.depth,
+            known.gain,
+            known.draft_step or 0.0,
+            known.verify_per_token or 0.0,
+            known.search or 0.0,
+            1000 * (known.plain_seconds or 0.0),
+            " ".join(f"{a:.2f}" for a in known.acceptance[:4]),
+            "; plain decoding meanwhile, tried again later" if transition == "stopped" else "",
+        )
