@@ -18,6 +18,7 @@ and its value is broadcast.
 from __future__ import annotations
 
 import math
+from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -41,6 +42,9 @@ BACKOFF_FIRST, BACKOFF_LAST = 64, 4096
 PLAIN_PERIOD, PLAIN_STEPS = 256, 3
 # Steps in a row that must look unprofitable before drafting stops.
 PATIENCE = 8
+# Drafting stops at once where the last steps lost so much each, in plain steps, whatever the
+# estimates say: acceptance fell faster than they follow.
+LOSS_WINDOW, LOSS_LIMIT = 24, 0.3
 # A time counts at most so many times its estimate in the account of what was lost.
 CLIP = 3.0
 
@@ -97,6 +101,7 @@ class _Regime:
     depth: int = 0
     left: int = 0  # steps until the mode is reconsidered
     backoff: int = BACKOFF_FIRST
+    recent: deque[float] = field(default_factory=lambda: deque(maxlen=LOSS_WINDOW))
     lost: float = 0.0  # plain steps lost by drafting since it last stopped; < 0 is a profit
     drafting_steps: int = 0
     unprofitable: int = 0
@@ -249,6 +254,7 @@ class DepthController:
         if search_seconds > 0:
             extra += min(search_seconds / plain, CLIP * (regime.search.value() or 0.0))
         regime.lost += extra
+        regime.recent.append(extra)
 
     def _best(self, regime: _Regime, num_rows: int, limit: int) -> tuple[int, float]:
         """Return the depth in 1 .. limit with the greatest gain, and that gain."""
@@ -291,7 +297,8 @@ class DepthController:
         regime.drafting_steps += 1
         regime.depth, gain = self._best(regime, num_rows, self._max_depth)
         regime.unprofitable = regime.unprofitable + 1 if gain < 1 else 0
-        return self._stop(regime) if regime.unprofitable >= PATIENCE else None
+        losing = len(regime.recent) == LOSS_WINDOW and sum(regime.recent) > LOSS_WINDOW * LOSS_LIMIT
+        return self._stop(regime) if losing or regime.unprofitable >= PATIENCE else None
 
     def _leave_measuring(self, regime: _Regime, num_rows: int) -> None:
         """Try drafting, unless it does not pay at the nearest batch size that was tried."""
@@ -317,6 +324,7 @@ class DepthController:
 
     def _start(self, regime: _Regime, num_rows: int) -> Transition | None:
         regime.mode, regime.drafting_steps, regime.unprofitable = "on", 0, 0
+        regime.recent.clear()
         regime.depth, _ = self._best(regime, num_rows, self._max_depth)
         said, regime.said_stopped = regime.said_stopped, False
         return "resumed" if said else None
