@@ -53,18 +53,3 @@ def clamp_ids(ids: Tensor, vocab_size: int) -> Tensor:
         Same shape and dtype.
     """
     return torch.where((ids >= 0) & (ids < vocab_size), ids, 0)
-
-
-def draft_counts(keep: Tensor, limits: Tensor) -> Tensor:
-    """Return how many drafts each row has.
-
-    Args:
-        keep: bool [R, K], `ExitMask.keep` of each step.
-        limits: int [R], most drafts of the row (`RequestOptions.limit`), 0 for none.
-
-    Returns:
-        int64 [R]: up to and including the first step that did not keep, at most the limit.
-    """
-    going = keep.long().cumprod(dim=-1)
-    counts = (going.sum(dim=-1) + 1).clamp(max=keep.shape[1])
-    return torch.minimum(counts, limits.long())

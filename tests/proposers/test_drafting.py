@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from speculators_ext.proposers.drafting import clamp_ids, draft_counts, exit_mask
+from speculators_ext.proposers.drafting import clamp_ids, exit_mask
 
 
 def _logits(*probabilities):
@@ -48,11 +48,3 @@ def test_ids_that_cannot_be_embedded_become_valid():
     ids = torch.tensor([[-1, 0, 9], [10, 5, 2**40]])
     assert clamp_ids(ids, 10).tolist() == [[0, 0, 9], [0, 5, 0]]
     assert clamp_ids(ids.int(), 10).dtype == torch.int32
-
-
-def test_a_row_counts_up_to_its_first_stop_and_its_own_limit():
-    """Steps after a stop do not count even where a later one kept."""
-    keep = torch.tensor([[1, 1, 1], [1, 0, 1], [0, 1, 1], [1, 1, 1], [1, 1, 1]], dtype=torch.bool)
-    limits = torch.tensor([9, 9, 9, 0, 2])
-    assert draft_counts(keep, limits).tolist() == [3, 2, 1, 0, 2]
-    assert draft_counts(keep[:, :0], limits).tolist() == [0, 0, 0, 0, 0]
