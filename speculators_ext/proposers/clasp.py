@@ -21,7 +21,6 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
-import torch.nn.functional as F
 
 from speculators_ext.proposers.skip_sets import SkipSet, free_units
 
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
 
 # Below every cosine, and finite, so that one broken request does not outvote the others.
 _WORST = -2.0
+_TINY = 1e-12
 
 
 class LayerStack(Protocol):
@@ -197,8 +197,8 @@ def _merge(
     if start >= stop:
         return torch.cat([run, moved], dim=1)
     keeping, skipping = run[:, start - kept.start :], moved[:, : stop - start]
-    shared = parents.shape[0] == 1
-    better = _score(full, keeping, shared) > _score(full, skipping, shared)
+    both = _score(full, torch.cat([keeping, skipping], dim=1), parents.shape[0] == 1)
+    better = both[:, : stop - start] > both[:, stop - start :]
     parents[:, unit, start:stop] = ~better
     chosen = torch.where(better.unsqueeze(-1), keeping, skipping)
     return torch.cat([run[:, : start - kept.start], chosen, moved[:, stop - start :]], dim=1)
@@ -218,8 +218,11 @@ def _score(full: Tensor, states: Tensor, shared: bool) -> Tensor:
     Returns:
         float64 [1, W] when shared, else [R, W].
     """
-    cosine = (F.normalize(full.float(), dim=-1) * F.normalize(states.float(), dim=-1)).sum(-1)
-    cosine = torch.where(cosine.isfinite(), cosine, _WORST).double()
+    full, states = full.float(), states.float()
+    norms = torch.linalg.vector_norm(full, dim=-1) * torch.linalg.vector_norm(states, dim=-1)
+    # A product and a sum, not a matmul: that may round its inputs on a GPU.
+    cosine = (full * states).sum(-1) / norms.clamp(min=_TINY)
+    cosine = cosine.nan_to_num(nan=_WORST, posinf=_WORST, neginf=_WORST).double()
     return cosine.sum(0, keepdim=True) if shared else cosine
 
 
