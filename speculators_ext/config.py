@@ -82,6 +82,13 @@ class ClaspConfig(MethodConfig):
     refresh_interval: int = Field(
         16, ge=1, description="Verifications between two searches for the skip set."
     )
+    search_window: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="Newest tokens of each request whose hidden states a search compares; "
+        "1 is the paper's.",
+    )
     exit_threshold: float = Field(
         0.7,
         ge=0.0,

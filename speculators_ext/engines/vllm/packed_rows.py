@@ -6,8 +6,9 @@ attend to its prefix in the cache and to themselves, and nothing is written.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
 
@@ -17,7 +18,13 @@ from speculators_ext.kernels.packed_attention_ref import packed_attention_ref
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["PackedRows", "PackedRowsCPUBackend", "can_pack_rows", "use_packed_rows_backend"]
+__all__ = [
+    "PackedRows",
+    "PackedRowsCPUBackend",
+    "PackedRowsImpl",
+    "can_pack_rows",
+    "use_packed_rows_backend",
+]
 
 
 @dataclass(frozen=True)
@@ -31,6 +38,21 @@ class PackedRows:
     block_table: torch.Tensor
     prefix_lens: list[int]
 
+    # vLLM's MLA layer asks its metadata which tokens decode from latents: none of ours do.
+    num_actual_tokens: ClassVar[int] = sys.maxsize
+    num_decodes: ClassVar[int] = 0
+    num_decode_tokens: ClassVar[int] = 0
+    num_prefills: ClassVar[int] = 1
+
+    def row_slices(self, num_rows: int) -> list[slice]:
+        """Where each request's rows stand among ``num_rows`` packed rows."""
+        width = num_rows // len(self.prefix_lens)
+        return [slice(i * width, (i + 1) * width) for i in range(len(self.prefix_lens))]
+
+
+class PackedRowsImpl:
+    """Marks attention implementations that accept ``PackedRows``."""
+
 
 class PackedRowsCPUBackend(CPUAttentionBackend):
     """vLLM's CPU backend with an implementation that accepts ``PackedRows``."""
@@ -41,7 +63,7 @@ class PackedRowsCPUBackend(CPUAttentionBackend):
         return _PackedRowsCPUImpl
 
 
-class _PackedRowsCPUImpl(CPUAttentionBackendImpl):
+class _PackedRowsCPUImpl(PackedRowsImpl, CPUAttentionBackendImpl):
     _layout: BlockLayout | None = None
 
     def forward(
@@ -63,9 +85,8 @@ class _PackedRowsCPUImpl(CPUAttentionBackendImpl):
             )  # fmt: skip
         if self._layout is None:
             self._layout = self._learn_layout(layer, kv_cache, key.dtype)
-        width = query.shape[0] // len(attn_metadata.prefix_lens)
-        for row, prefix_len in enumerate(attn_metadata.prefix_lens):
-            own = slice(row * width, (row + 1) * width)
+        for row, own in enumerate(attn_metadata.row_slices(query.shape[0])):
+            prefix_len = attn_metadata.prefix_lens[row]
             start = max(0, prefix_len + 1 - self.sliding_window) if self.sliding_window > 0 else 0
             keys, values = read_prefix(
                 kv_cache, self._layout, attn_metadata.block_table[row], start, prefix_len
@@ -88,21 +109,26 @@ class _PackedRowsCPUImpl(CPUAttentionBackendImpl):
 
 
 def use_packed_rows_backend() -> None:
-    """Make vLLM build our backend where it would build CPU_ATTN, from the next layer on."""
+    """Make vLLM build our backends where it would build its CPU ones, from the next layer on."""
     from vllm.v1.attention import selector
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    path = f"{__name__}.{PackedRowsCPUBackend.__name__}"
-    if AttentionBackendEnum.CPU_ATTN.get_path() == path:
-        return
-    register_backend(AttentionBackendEnum.CPU_ATTN, path)
-    # An engine that ran in this process before may have left the stock class in the cache.
-    selector._cached_get_attn_backend.cache_clear()
+    package = __name__.rpartition(".")[0]
+    paths = {
+        AttentionBackendEnum.CPU_ATTN: f"{__name__}.PackedRowsCPUBackend",
+        AttentionBackendEnum.CPU_MLA: f"{package}.packed_rows_mla.PackedRowsCPUMLABackend",
+        AttentionBackendEnum.AMX_MLA: f"{package}.packed_rows_mla.PackedRowsAMXMLABackend",
+    }
+    for backend, path in paths.items():
+        if backend.get_path() != path:
+            register_backend(backend, path)
+            # An engine that ran in this process before may have left the stock class here.
+            selector._cached_get_attn_backend.cache_clear()
 
 
 def can_pack_rows(vllm_config: Any, layer_names: set[str]) -> bool:
     """Whether every one of these attention layers attends packed rows."""
     layers = vllm_config.compilation_config.static_forward_context
     return all(
-        isinstance(getattr(layers[name], "impl", None), _PackedRowsCPUImpl) for name in layer_names
+        isinstance(getattr(layers[name], "impl", None), PackedRowsImpl) for name in layer_names
     )

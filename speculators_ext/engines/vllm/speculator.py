@@ -20,10 +20,11 @@ from speculators_ext.engines.vllm.drafts import UNUSED_DRAFT
 from speculators_ext.engines.vllm.layer_walk import LayerWalk
 from speculators_ext.engines.vllm.log import logger
 from speculators_ext.engines.vllm.packed_rows import can_pack_rows, use_packed_rows_backend
+from speculators_ext.engines.vllm.ranks import decided_on_rank_0, tensor_from_rank_0
 from speculators_ext.engines.vllm.request_options import DEFAULT_OPTIONS
 from speculators_ext.engines.vllm.skip_search import SearchRows, SkipSearch
 from speculators_ext.engines.vllm.step_clock import StepClock
-from speculators_ext.proposers.drafting import clamp_ids
+from speculators_ext.proposers.drafting import clamp_ids, exit_mask
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -82,17 +83,13 @@ class ClaspSpeculator(DraftModelSpeculator):
     def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> Any:
         """The draft model is the target."""
         self._target_attn_layer_names = target_attn_layer_names
-        walk = LayerWalk(target_model, sublayers=self._options.skip_unit == "sublayer")
+        self._walk = LayerWalk(target_model, sublayers=self._options.skip_unit == "sublayer")
         can_pack = can_pack_rows(self.vllm_config, target_attn_layer_names)
-        self._walk = walk
-        self._search = SkipSearch(
-            walk, self._options, self.vllm_config, can_pack=can_pack, broadcast=_from_rank_0
-        )
-        if self._options.policy == "dp" and not can_pack and self._options.skip_layers is None:
+        self._search = SkipSearch(self._walk, self._options, self.vllm_config, can_pack=can_pack)
+        if self._search.lacks_packing:
             logger.warning(
-                "clasp: this attention backend cannot attend packed rows; drafting with the "
-                "evenly spread set %s instead of searching",
-                self._search.even_set,
+                "clasp: this attention backend cannot attend packed rows; drafting with an "
+                "evenly spread skip set instead of searching one"
             )
         return target_model
 
@@ -144,7 +141,7 @@ class ClaspSpeculator(DraftModelSpeculator):
             return drafts.clamp_(min=0)
         self._clock.begin(input_batch)
         limits = self._draft_limits(input_batch, num_sampled, num_rejected, num_speculative_tokens)
-        depth = _depth_from_rank_0(self._clock.depth(sum(limit > 0 for limit in limits)))
+        depth = decided_on_rank_0(self._clock.depth(int((num_sampled > 0).sum())))
         limits = [min(limit, depth) for limit in limits]
         rows = [row for row, limit in enumerate(limits) if limit > 0]
         if rows:
@@ -156,7 +153,7 @@ class ClaspSpeculator(DraftModelSpeculator):
             for units, members in self._search.groups(names):
                 group = [rows[m] for m in members]
                 self._draft_rows(input_batch, units, group, limits, tokens, positions, drafts)
-            self._search.count_round()
+        self._search.count_round()
         self._clock.end(input_batch, num_sampled, limits)
         return drafts
 
@@ -195,15 +192,32 @@ class ClaspSpeculator(DraftModelSpeculator):
         names = [input_batch.req_ids[row] for row in rows]
         if not self._search.due(names):
             return
-        slots = input_batch.idx_mapping[rows]
-        tables = [table.gpu[slots] for table in self.block_tables.block_tables]
+        with self._clock.searching():
+            self._search.search(self._search_rows(input_batch, rows, tokens, positions))
+
+    def _search_rows(
+        self,
+        input_batch: InputBatch,
+        rows: list[int],
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+    ) -> SearchRows:
+        """The newest tokens of ``rows``: the bonus token, which has no KV yet, and those before."""
+        back = torch.arange(self._options.search_window, device=self.device)
+        at = positions[rows].unsqueeze(1) - back  # [rows, search_window]
+        slots = input_batch.idx_mapping[rows].unsqueeze(1).expand_as(at)
+        ids = self._req_states.all_token_ids.gpu[slots, at.clamp(min=0)].long()
+        ids[:, 0] = tokens[rows]
+        exists = at >= 0
+        owners = exists.nonzero()[:, 0].tolist()
+        tables = [table.gpu[slots[exists]] for table in self.block_tables.block_tables]
         by_layer = {
             name: tables[group]
             for name, group in self._layer_group.items()
             if name in self._target_attn_layer_names
         }
-        with self._clock.searching():
-            self._search.search(SearchRows(names, tokens[rows], positions[rows], by_layer))
+        names = [input_batch.req_ids[rows[owner]] for owner in owners]
+        return SearchRows(names, ids[exists], at[exists], by_layer)
 
     def _draft_rows(
         self,
@@ -224,7 +238,7 @@ class ClaspSpeculator(DraftModelSpeculator):
                 self.block_tables.gather_block_tables(idx_mapping, num_reqs_padded=len(rows))
                 bound = input_batch.seq_lens_cpu_upper_bound[rows]
                 gathered_for = rows
-            with self._clock.drafting():
+            with self._clock.drafting(step):
                 hidden = self._forward(units, tokens, positions, idx_mapping, bound, step)
                 tokens = self._sample(hidden, positions, idx_mapping, step)
                 going = self._still_going(rows, limits, step)
@@ -262,9 +276,7 @@ class ClaspSpeculator(DraftModelSpeculator):
         threshold = self._options.exit_threshold
         if threshold <= 0 or not under_limit or self._step_logits is None:
             return under_limit
-        logits = self._step_logits.float()
-        confident = logits.max(dim=-1).values - logits.logsumexp(dim=-1)
-        sure = _from_rank_0(confident >= torch.tensor(threshold).log()).tolist()
+        sure = tensor_from_rank_0(exit_mask(self._step_logits, threshold).keep).tolist()
         return [i for i in under_limit if sure[i]]
 
     def _forward(
@@ -301,18 +313,3 @@ class ClaspSpeculator(DraftModelSpeculator):
             slot_mapping=build_slot_mappings_by_layer(slots, self.kv_cache_config),
         ):
             return self._walk.run(units, buffers.positions[:n], self._walk.embed(tokens))
-
-
-def _from_rank_0(decision: torch.Tensor) -> torch.Tensor:
-    """Rank 0's value on every tensor-parallel rank: what changes launches is decided once."""
-    from vllm.distributed.parallel_state import get_tp_group
-
-    group = get_tp_group()
-    return decision if group.world_size == 1 else group.broadcast(decision.contiguous(), src=0)
-
-
-def _depth_from_rank_0(depth: int) -> int:
-    from vllm.distributed.parallel_state import get_tp_group
-
-    group = get_tp_group()
-    return depth if group.world_size == 1 else int(group.broadcast_object(depth, src=0))

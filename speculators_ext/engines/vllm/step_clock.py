@@ -66,12 +66,12 @@ class StepClock:
         self._batch = list(input_batch.req_ids)
 
     @contextmanager
-    def drafting(self) -> Iterator[None]:
-        """Around one draft forward."""
+    def drafting(self, step: int) -> Iterator[None]:
+        """Around draft forward ``step`` (0..K-1) of a group of rows."""
         started = time.perf_counter()
         yield
         self._draft_seconds += time.perf_counter() - started
-        self._draft_steps += 1
+        self._draft_steps = max(self._draft_steps, step + 1)
 
     @contextmanager
     def searching(self) -> Iterator[None]:
