@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from speculators_ext.assets import tiny_tokenizer
 from speculators_ext.assets.quiet import no_progress_bars
 from speculators_ext.assets.tiny_specs import HIDDEN, SPECS, TinySpec
-from speculators_ext.assets.tiny_weights import Initializer
+from speculators_ext.assets.tiny_weights import SEED, Initializer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,7 +26,7 @@ WEIGHTS = "model.safetensors"
 def source(name: str) -> dict[str, Any]:
     """The recipe's number and the model's configuration."""
     spec = SPECS[name]
-    return {"recipe": RECIPE, "config": spec.config_options(), "raw": spec.raw}
+    return {"recipe": RECIPE, "seed": SEED, "config": spec.config_options(), "raw": spec.raw}
 
 
 def build_into(name: str, folder: Path, report: Report) -> None:
