@@ -31,10 +31,11 @@ def _verify_greedy(
     """Accept drafts that are the target's best; the first that is not becomes that best."""
     accepted = 0
     for i in range(count):
-        token = drafts[first + i + 1]
-        good = uniforms[first + i] < rates[i] if rates.shape[0] > 0 else argmax[i] == token
+        at = first + i
+        token = drafts[at + 1]
+        good = uniforms[at] < rates[i] if rates.shape[0] > 0 else argmax[at] == token
         if not (good and token >= 0):
-            out[i] = argmax[i]
+            out[i] = argmax[at]
             break
         out[i] = token
         accepted += 1

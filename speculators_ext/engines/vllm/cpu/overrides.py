@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from speculators_ext.engines.vllm.cpu.host import status
+from speculators_ext.engines.vllm.cpu.interpreter import repair_comparisons
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -98,6 +99,7 @@ def register_all() -> list[str]:
         if kernel not in fitting:
             logger.warning("speculators-ext: %s stays interpreted (%s)", kernel, reason)
     _bind(fitting)
+    repair_comparisons()
     logger.info("speculators-ext: %d Triton kernels run as Numba on this CPU", len(fitting))
     return sorted(fitting)
 
