@@ -16,10 +16,15 @@ app = typer.Typer(
     name="speculators-ext",
     help="Speculative-decoding methods for stock vLLM and SGLang: check, measure and try them.",
     no_args_is_help=True,
+    rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-bench = typer.Typer(help="Measure methods against plain decoding.", no_args_is_help=True)
+bench = typer.Typer(
+    help="Measure methods against plain decoding.",
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+)
 
 app.command()(assets)
 app.command()(doctor)

@@ -101,7 +101,7 @@ def table(rows: Sequence[Row], title: str) -> Table:
     from rich.table import Table
 
     shown = Table(title=title, title_style="bold", caption_style="dim", caption=_caption(rows))
-    for heading in ("method", "at once", "tok/s", "speed-up", "accepted length"):
+    for heading in ("method", "at once", "tok/s", "speed-up", "drafts", "tokens a draft"):
         shown.add_column(heading, justify="left" if heading == "method" else "right")
     shown.add_column("accepted at position", no_wrap=True)
     shown.add_column("identical to plain", justify="right")
@@ -115,6 +115,7 @@ def table(rows: Sequence[Row], title: str) -> Table:
             str(row.concurrency),
             f"{row.output_tok_s:.1f}",
             "-" if row.speedup is None else f"{row.speedup:.2f}x",
+            "-" if row.method == PLAIN else str(row.num_drafts),
             "-" if row.mean_acceptance_length is None else f"{row.mean_acceptance_length:.2f}",
             " ".join(f"{share:.2f}" for share in row.acceptance_per_position or ()) or "-",
             "-" if row.method == PLAIN else row.identical_to_plain or "-",
@@ -155,7 +156,10 @@ def _title(plan: Plan) -> str:
 
 def _caption(rows: Sequence[Row]) -> str:
     silent = sorted({r.method for r in rows if r.method != PLAIN and not r.num_drafts})
-    text = "tok/s counts all requests' answers over the wall time, prefill included."
+    text = (
+        "tok/s: all answers over the wall time, prefill included. drafts: steps drafted for. "
+        "tokens a draft: accepted ones and the target's own."
+    )
     if silent:
         text += f" No step was drafted for: {', '.join(silent)}."
     return text

@@ -45,6 +45,7 @@ class Row:
         acceptance_per_position: share of drafts accepted, by position in the draft.
         identical_to_plain: answers equal to plain's, as `24/24`; None without such a row.
         num_drafts: steps that were drafted for (0: the method decided that it does not pay).
+        num_draft_tokens: tokens drafted in these steps.
         output_tokens: tokens of all answers.
         seconds: wall time of the pass.
     """
@@ -58,6 +59,7 @@ class Row:
     acceptance_per_position: list[float] | None
     identical_to_plain: str | None
     num_drafts: int
+    num_draft_tokens: int
     output_tokens: int
     seconds: float
 
@@ -90,6 +92,7 @@ def _row(measured: Measurement, plain: Measurement | None) -> Row:
         acceptance_per_position=measured.counters.acceptance_per_position,
         identical_to_plain=identical,
         num_drafts=measured.counters.drafts,
+        num_draft_tokens=measured.counters.drafted,
         output_tokens=measured.output_tokens,
         seconds=measured.seconds,
     )

