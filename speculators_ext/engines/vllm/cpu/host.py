@@ -8,6 +8,8 @@ from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, v
 from pathlib import Path
 
 SWITCH = "SPECULATORS_EXT_CPU_V2"
+# A value of the switch that leaves vLLM's kernels as they are, to measure and test against.
+INTERPRETED = "interpreted"
 BACKEND_MODULE = "speculators_ext.engines.vllm.cpu.triton_backend"
 
 # Device nodes and driver folders that exist only where a GPU's kernel driver is loaded. Asking

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import importlib
 import logging
+import os
 import sys
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from speculators_ext.engines.vllm.cpu.host import status
+from speculators_ext.engines.vllm.cpu.host import INTERPRETED, SWITCH, status
 from speculators_ext.engines.vllm.cpu.interpreter import repair_comparisons
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ def install_overrides() -> bool:
     Returns:
         Whether the hook is set. Never raises: what can not be overridden stays interpreted.
     """
-    if not status().active:
+    if not status().active or os.environ.get(SWITCH) == INTERPRETED:
         return False
     try:
         from vllm.platforms import current_platform
