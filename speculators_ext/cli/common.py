@@ -81,11 +81,12 @@ def need(module: str, extra: str) -> ModuleType:
         ) from error
 
 
-def resolve_model(name: str, log: Callable[[str], None] | None = None) -> str:
+def resolve_model(name: str, log: Callable[[str], None]) -> str:
     """Turn what the user typed into what an engine takes.
 
     A folder stays a folder, the name of an asset becomes its folder (built where it is missing),
-    and everything else is taken for a hub name. What looks like a path must exist.
+    and everything else is taken for a hub name. What looks like a path must exist. `log` is told
+    the stages of a build.
     """
     if Path(name).is_dir():
         return str(Path(name))
@@ -99,10 +100,13 @@ def resolve_model(name: str, log: Callable[[str], None] | None = None) -> str:
     from speculators_ext import assets
 
     if name in assets.names():
-        if log is not None:
-            log(f"asset {name}: building it unless it is cached")
         try:
-            return str(assets.build(name))
+            return str(assets.build(name, lambda name, stage: _log_build(log, name, stage)))
         except assets.AssetError as error:
             raise CliError(str(error), code=FAILED) from error
     return name
+
+
+def _log_build(log: Callable[[str], None], name: str, stage: str) -> None:
+    if stage != "cached":
+        log(f"asset {name}: {stage}")

@@ -110,28 +110,36 @@ def method_costs(
 
 
 def _clasp_bill(config: Any, target: TargetShape) -> list[Cost]:
-    from speculators_ext.proposers.skip_sets import default_num_skip
+    """Weights, and what the search for a skip set holds while it runs one unit."""
+    from speculators_ext.proposers.skip_sets import plan_skips
 
-    units = config.num_units(target.layers)
-    if config.skip_layers is not None or config.policy != "dp":
+    plan = plan_skips(config, target.layers)
+    if not plan.searched:
         return [_NO_WEIGHTS]
-    skipped = config.num_skip_layers
-    skipped = default_num_skip(units) if skipped is None else skipped
-    rows, size = skipped + 1, target.element_bytes
+    # A state for each number of skipped units, the full model's, and two sets that ride along.
+    packed = plan.num_skip + 3
+    rows = config.search_window * packed
+    rows_formula = f"{config.search_window} x ({plan.num_skip} skipped + 3) rows"
+    size = target.element_bytes
     qkv = (target.heads + 2 * target.kv_heads) * target.head_dim
     width = 4 * target.hidden + qkv + 3 * target.intermediate
     return [
         _NO_WEIGHTS,
         Cost(
-            "activations of the search for a skip set, per request in the batch",
-            f"({skipped} skipped + 1) rows x (4 x {target.hidden} hidden + {qkv} qkv + "
+            "activations of the search for a skip set, at most, per request in the batch",
+            f"{rows_formula} x (4 x {target.hidden} hidden + {qkv} qkv + "
             f"3 x {target.intermediate} MLP) x {size} B, one layer at a time",
             rows * width * size,
         ),
         Cost(
+            "attention of that search on a CPU, per token of context, one request at a time",
+            f"one layer's {target.kv_formula}, and 2 x {packed} rows x {target.heads} heads x 4 B",
+            target.kv_bytes_per_layer + 2 * packed * target.heads * 4,
+        ),
+        Cost(
             "parent bits of that search",
-            f"{units} units x ({skipped} skipped + 1) x 1 B",
-            units * rows,
+            f"{plan.num_units} units x ({plan.num_skip} skipped + 1) x 1 B",
+            plan.num_units * (plan.num_skip + 1),
         ),
     ]
 

@@ -109,16 +109,26 @@ def test_kv_bytes_per_token(target, changes, per_token):
     assert shape.layers * shape.kv_bytes_per_layer == per_token
 
 
-def test_clasp_bill(target):
-    """Catches a bill that ignores the skip count: rows are the skipped layers and one more."""
+@pytest.mark.parametrize("window", [1, 4])
+def test_clasp_bill(target, window):
+    """Catches a bill that ignores the skip count or the window: rows grow with both."""
     shape = read_target(target())
-    config = parse_method_config("clasp", {"num_skip_layers": 3}, target=shape.info())
+    keys = {"num_skip_layers": 3, "search_window": window}
+    config = parse_method_config("clasp", keys, target=shape.info())
     bill = {c.item: c.bytes for c in method_costs("clasp", config, shape, 5)}
     assert bill["weights"] == 0
     assert bill["look-ahead KV slots, per running request"] == 5 * 10 * 2 * 2 * 16 * 4
     assert bill["parent bits of that search"] == 10 * 4
-    rows = bill["activations of the search for a skip set, per request in the batch"]
-    assert rows == 4 * (4 * 64 + (4 + 2 * 2) * 16 + 3 * 128) * 4
+    [rows] = [count for item, count in bill.items() if item.startswith("activations")]
+    assert rows == window * 6 * (4 * 64 + (4 + 2 * 2) * 16 + 3 * 128) * 4
+
+
+def test_fixed_set_has_no_search_to_pay_for(target):
+    """Catches the search's memory billed where nothing is searched."""
+    shape = read_target(target())
+    config = parse_method_config("clasp", {"skip_layers": [2, 4]}, target=shape.info())
+    items = [c.item for c in method_costs("clasp", config, shape, 5)]
+    assert items == ["weights", "look-ahead KV slots, per running request"]
 
 
 @pytest.mark.parametrize(
