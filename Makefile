@@ -77,7 +77,7 @@ $(STAMPS)/test: $(INSTALLED) $(PACKAGE) $(TESTS) README.md Makefile
 	@touch $@
 
 test-fast: $(INSTALLED) ## the tests that start no engine
-	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(JOBS) -m 'not engine and not full' --durations=10
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(JOBS) --dist loadfile -m 'not engine and not full' --durations=10
 
 # One process: the engines are session fixtures, shared by the cases.
 test-engine: $(INSTALLED) ## the tests against a real engine
