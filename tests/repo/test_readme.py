@@ -59,7 +59,6 @@ def test_every_number_has_its_command() -> None:
         assert result, what
         words = re.fullmatch(r"`([^`]+)`", command)
         assert words, f"{what}: the last column is one command in backquotes, not {command!r}"
-        assert words[1] in CODE
         for script in re.findall(r"\S+\.py\b", words[1]):
             assert (ROOT / script).is_file(), script
 
