@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from speculators_ext.assets import tiny_tokenizer
 from speculators_ext.assets.quiet import no_progress_bars
 from speculators_ext.assets.tiny_specs import HIDDEN, SPECS, TinySpec
-from speculators_ext.assets.tiny_weights import SEED, Initializer
+from speculators_ext.assets.tiny_weights import Initializer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,7 +26,7 @@ WEIGHTS = "model.safetensors"
 def source(name: str) -> dict[str, Any]:
     """The recipe's number and the model's configuration."""
     spec = SPECS[name]
-    return {"recipe": RECIPE, "seed": SEED, "config": spec.config_options(), "raw": spec.raw}
+    return {"recipe": RECIPE, "seed": spec.seed, "config": spec.config_options(), "raw": spec.raw}
 
 
 def build_into(name: str, folder: Path, report: Report) -> None:
@@ -40,7 +40,7 @@ def build_into(name: str, folder: Path, report: Report) -> None:
     report("building a random model")
     spec = SPECS[name]
     _save_skeleton(spec, folder)
-    initialize = Initializer(name, HIDDEN, gemma="gemma" in name)
+    initialize = Initializer(name, spec.seed, HIDDEN, gemma="gemma" in name)
     shapes = {key: value.shape for key, value in load_file(folder / WEIGHTS).items()}
     tensors = {key: initialize(key, shape) for key, shape in shapes.items()}
     if spec.mtp == "deepseek":

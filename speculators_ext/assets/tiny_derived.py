@@ -21,6 +21,7 @@ BASE = "tiny-llama"
 LORA = "tiny-llama-lora"
 W8A8 = "tiny-llama-w8a8"
 LORA_RANK = 8
+LORA_SEED = 7
 LORA_STRENGTH = 0.5  # size of the change relative to the projection's own output
 _INT8_MAX = 127
 _LORA_TARGETS = ("q_proj", "v_proj", "gate_proj", "up_proj")
@@ -105,8 +106,10 @@ def _lora_pair(name: str, in_features: int, out_features: int) -> dict[str, torc
     """A: [rank, in_features], B: [out_features, rank]; B A is of size strength/sqrt(in)."""
     down, up = f"{name}.lora_A.weight", f"{name}.lora_B.weight"
     return {
-        down: tensor_noise(LORA, down, (LORA_RANK, in_features)) / in_features**0.5,
-        up: tensor_noise(LORA, up, (out_features, LORA_RANK)) * LORA_STRENGTH / LORA_RANK**0.5,
+        down: tensor_noise(LORA, LORA_SEED, down, (LORA_RANK, in_features)) / in_features**0.5,
+        up: tensor_noise(LORA, LORA_SEED, up, (out_features, LORA_RANK))
+        * LORA_STRENGTH
+        / LORA_RANK**0.5,
     }
 
 

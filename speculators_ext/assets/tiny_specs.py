@@ -49,6 +49,7 @@ class TinySpec:
             the tensors, unless `built_as` gives another.
         options: the configuration beyond what all models share.
         raw: keys put into ``config.json`` as they are, for what the class would rename or drop.
+        seed: of the weights; chosen so that greedy text does not fall into a loop.
         mtp: writes one multi-token-prediction layer: ``"deepseek"`` or ``"mimo"`` names.
     """
 
@@ -58,6 +59,7 @@ class TinySpec:
     options: dict[str, Any] = field(default_factory=dict)
     raw: dict[str, Any] = field(default_factory=dict)
     built_as: str | None = None
+    seed: int = 7
     mtp: str | None = None
 
     def config_options(self) -> dict[str, Any]:
@@ -87,6 +89,7 @@ SPECS: dict[str, TinySpec] = {
         "Gemma2Config",
         "Gemma2ForCausalLM",
         _GEMMA,
+        seed=15,
     ),
     "tiny-gemma3": TinySpec(
         "random Gemma 3 (text), five windows of 64 to one full layer, tied embedding",

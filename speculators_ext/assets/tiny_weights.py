@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     import torch
 
-SEED = 7
 LOGIT_SCALE = 4.0
 ATTENTION_LOGIT_SCALE = 2.5
 UNREADABLE = 0.3
@@ -39,11 +38,11 @@ def layer_gain(layer: int) -> float:
     return _LAYER_GAINS[layer % len(_LAYER_GAINS)]
 
 
-def tensor_noise(model: str, name: str, shape: Sequence[int]) -> torch.Tensor:
-    """Standard normal values, fp32, of this shape; the same for the same model and tensor name."""
+def tensor_noise(model: str, seed: int, name: str, shape: Sequence[int]) -> torch.Tensor:
+    """Standard normal values, fp32, of this shape: a function of model, seed and tensor name."""
     import torch
 
-    digest = hashlib.sha256(f"{SEED}/{model}/{name}".encode()).digest()
+    digest = hashlib.sha256(f"{seed}/{model}/{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
     return torch.randn(tuple(shape), generator=generator)
 
@@ -52,20 +51,21 @@ class Initializer:
     """Gives the values of one model's tensors, by name.
 
     Args:
-        model: the model's name (part of the seed).
+        model, seed: what the values are drawn from, with the tensor's name.
         hidden: width of the residual stream.
         gemma: norms are stored as ``weight - 1``, embeddings are scaled by sqrt(hidden) in the
             model and tied to the output, and a layer's outputs pass a norm of their own.
     """
 
-    def __init__(self, model: str, hidden: int, *, gemma: bool = False) -> None:
+    def __init__(self, model: str, seed: int, hidden: int, *, gemma: bool = False) -> None:
         self.model = model
+        self.seed = seed
         self.hidden = hidden
         self.gemma = gemma
 
     def __call__(self, name: str, shape: torch.Size) -> torch.Tensor:
         """Values for the tensor `name` of the checkpoint: `shape`, fp32."""
-        noise = tensor_noise(self.model, name, shape)
+        noise = tensor_noise(self.model, self.seed, name, shape)
         part = name.removesuffix(".weight").rpartition(".")[2]
         if "norm" in part:
             return self._norm(name, part, noise)
