@@ -28,6 +28,13 @@ class Answer:
     tokens: int
 
 
+def served_model(url: str) -> str:
+    """The name a server serves its model under (--served-model-name may have changed it)."""
+    page = need("httpx", "bench").get(f"{url}/v1/models", timeout=30.0, trust_env=False)
+    page.raise_for_status()
+    return str(page.json()["data"][0]["id"])
+
+
 @dataclass(frozen=True)
 class Driver:
     """How requests are sent to one server.

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
-from speculators_ext.cli.load import Answer, Driver
+from speculators_ext.cli.load import Answer, Driver, served_model
 from speculators_ext.cli.rows import Measurement
 from speculators_ext.cli.server import free_port, running_server, vllm_command
 
@@ -78,7 +79,8 @@ def _measure_variant(plan: Plan, variant: Variant, progress: Progress) -> list[M
             highlight=False,
             soft_wrap=True,
         )
-        driver = Driver(server.url, plan.model, plan.max_tokens).for_model(plan.prompts[0])
+        driver = Driver(server.url, served_model(server.url), plan.max_tokens)
+        driver = driver.for_model(plan.prompts[0])
         return [_pass(plan, variant, driver, at_once, progress) for at_once in plan.concurrency]
 
 
@@ -89,14 +91,13 @@ def _pass(
     task = progress.add_task(f"{label}: warming up", total=len(plan.prompts), speed="")
     _warm_up(driver, plan, at_once)
     progress.reset(task, description=label)
-    tokens = 0
+    tokens, started = 0, time.perf_counter()
 
     def answered(answer: Answer) -> None:
         nonlocal tokens
         tokens += answer.tokens
-        elapsed = progress.tasks[-1].elapsed
-        speed = f"{tokens / elapsed:.1f} tok/s" if elapsed else ""
-        progress.update(task, advance=1, speed=speed)
+        speed = tokens / (time.perf_counter() - started)
+        progress.update(task, advance=1, speed=f"{speed:.1f} tok/s")
 
     before = driver.counters()
     answers, seconds = driver.run(plan.prompts, at_once, answered)
