@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from speculators_ext.engines.vllm.cpu.arrays import DECLINED, flat, jit, override, rows
-from speculators_ext.engines.vllm.cpu.noise import gumbel_argmax, philox_uniforms
+from speculators_ext.engines.vllm.cpu.noise import gumbel_argmax, philox_uniforms, scratch
 from speculators_ext.engines.vllm.cpu.rejection import draft_row, ratios
 from speculators_ext.engines.vllm.cpu.sampling import seeds_are_per_step
 
@@ -202,20 +202,22 @@ def _residual_row(a: Args, target: np.ndarray, i: int, at: int, step: int) -> np
     rejected = int(flat(a["draft_sampled_ptr"])[at + 1])
     if rejected < 0:
         return target
+    residual = scratch("residual", target.size)
     if not a["HAS_DRAFT_LOGITS"]:
-        residual = target.copy()
+        np.copyto(residual, target)
         residual[rejected] = _NEG_INF
         return residual
-    temp = flat(a["temp_ptr"])[request]
-    log_p = target - flat(a["target_rejected_logsumexp_ptr"])[i]
+    log_p = np.subtract(target, flat(a["target_rejected_logsumexp_ptr"])[i], out=residual)
     if a["USE_BLOCK_VERIFICATION"] and step > 0:
-        log_p = log_p + flat(a["cumulative_log_p_ptr"])[at - 1]
-    drafted = draft_row(a, request, step, temp, a["vocab_size"])
-    log_q = drafted - flat(a["draft_rejected_logsumexp_ptr"])[i]
+        log_p += flat(a["cumulative_log_p_ptr"])[at - 1]
+    ratio = draft_row(a, request, step, flat(a["temp_ptr"])[request], a["vocab_size"])
+    ratio -= flat(a["draft_rejected_logsumexp_ptr"])[i]
     with np.errstate(all="ignore"):
-        ratio = np.exp(log_q - log_p)
-        residual = log_p + np.log1p(-ratio)
-    return np.where(ratio < 1.0, residual, _NEG_INF)
+        np.exp(np.subtract(ratio, log_p, out=ratio), out=ratio)
+        hopeless = ~(ratio < 1.0)
+        log_p += np.log1p(np.negative(ratio, out=ratio), out=ratio)
+    np.putmask(log_p, hopeless, _NEG_INF)
+    return log_p
 
 
 @override(

@@ -8,6 +8,7 @@ and a last bit can change a token.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -51,21 +52,48 @@ def _prefix(seed: int, pos: int, domain: int) -> Any:
     return _mix(h, np.uint32(pos & 0xFFFFFFFF))
 
 
-@jit
-def _uniforms32(
-    seed: int, pos: int, tokens: np.ndarray, series: np.ndarray, direct: np.ndarray
-) -> None:
-    """Fill, per token, both branches of `_log1p_neg_stable(u)`: the series, and its log's input.
+@inline
+def _uniform32(head: Any, token: Any) -> Any:
+    bits = _finish(_mix(head, np.uint32(token)))
+    high = np.float32(np.int32(bits >> np.uint32(16))) * np.float32(1.52587890625e-05)
+    low = np.float32(np.int32(bits & np.uint32(0xFFFF))) + np.float32(0.5)
+    return high + low * np.float32(2.3283064365386963e-10)
 
-    `series` is NaN where the direct branch is taken.
-    """
-    one = np.float32(1.0)
+
+@inline
+def _direct_input(u: Any) -> Any:
+    rest = np.float32(1.0) - u
+    floor = np.float32(5.960464477539063e-08)
+    return rest if rest > floor else floor
+
+
+@jit
+def _uniforms32(seed: int, pos: int, uniform: np.ndarray, direct: np.ndarray) -> None:
+    """Fill u of every token id from 0, and what `_log1p_neg_stable(u)` takes the log of."""
+    head = _prefix(seed, pos, 0)
+    for token in range(uniform.shape[0]):
+        u = _uniform32(head, token)
+        uniform[token] = u
+        direct[token] = _direct_input(u)
+
+
+@jit
+def _uniforms32_of(
+    seed: int, pos: int, tokens: np.ndarray, uniform: np.ndarray, direct: np.ndarray
+) -> None:
+    """Do the same for chosen token ids."""
     head = _prefix(seed, pos, 0)
     for i in range(tokens.shape[0]):
-        bits = _finish(_mix(head, np.uint32(tokens[i])))
-        high = np.float32(np.int32(bits >> np.uint32(16))) * np.float32(1.52587890625e-05)
-        low = np.float32(np.int32(bits & np.uint32(0xFFFF))) + np.float32(0.5)
-        u = high + low * np.float32(2.3283064365386963e-10)
+        u = _uniform32(head, tokens[i])
+        uniform[i] = u
+        direct[i] = _direct_input(u)
+
+
+@jit
+def _neg_log1p(uniform: np.ndarray, logs: np.ndarray) -> None:
+    """Turn log(1 - u) in `logs` into -log1p(-u), by the series where u is small."""
+    for i in range(uniform.shape[0]):
+        u = uniform[i]
         poly = np.float32(1.0 / 8.0)
         poly = np.float32(1.0 / 7.0) + u * poly
         poly = np.float32(1.0 / 6.0) + u * poly
@@ -73,9 +101,8 @@ def _uniforms32(
         poly = np.float32(1.0 / 4.0) + u * poly
         poly = np.float32(1.0 / 3.0) + u * poly
         poly = np.float32(1.0 / 2.0) + u * poly
-        poly = one + u * poly
-        series[i] = -u * poly if u < np.float32(0.25) else np.float32(np.nan)
-        direct[i] = max(one - u, np.float32(5.960464477539063e-08))
+        poly = np.float32(1.0) + u * poly
+        logs[i] = u * poly if u < np.float32(0.25) else -logs[i]
 
 
 @jit
@@ -91,30 +118,31 @@ def _uniforms64(seed: int, pos: int, tokens: np.ndarray, out: np.ndarray) -> Non
         out[i] = u - 1.1102230246251565e-16 if u == 1.0 else u
 
 
-def gumbel_noise(seed: int, pos: int, tokens: np.ndarray, fp64: bool) -> np.ndarray:
-    """Return the Gumbel noise of `tokens` (int64 [n]) at one place of a request's stream.
+@cache
+def scratch(name: str, size: int) -> np.ndarray:
+    """Return a float32 buffer kept for reuse: fresh memory of this size costs more than the maths.
 
-    Args:
-        seed: the request's 64-bit seed.
-        pos: position in the request, `DRAFT_SALT` added for a draft.
-        tokens: token ids.
-        fp64: draw in double precision.
-
-    Returns:
-        [n] float32 or float64.
+    One worker thread samples, so a name stands for one use at a time.
     """
-    if fp64:
-        uniform = np.empty(tokens.shape[0], np.float64)
-        _uniforms64(seed, pos, tokens, uniform)
-        return -np.log(-np.log(uniform))
-    series = np.empty(tokens.shape[0], np.float32)
-    direct = np.empty(tokens.shape[0], np.float32)
-    _uniforms32(seed, pos, tokens, series, direct)
-    np.log(direct, out=direct)
-    np.copyto(direct, series, where=series == series)
-    np.negative(direct, out=direct)
-    np.log(direct, out=direct)
-    return np.negative(direct, out=direct)
+    return np.empty(size, np.float32)
+
+
+def _negated_noise32(seed: int, pos: int, tokens: np.ndarray | None, size: int) -> np.ndarray:
+    """Return log(-log(u)) by token: the Gumbel noise, negated, in a reused buffer."""
+    uniform, logs = scratch("uniform", size), scratch("logs", size)
+    if tokens is None:
+        _uniforms32(seed, pos, uniform, logs)
+    else:
+        _uniforms32_of(seed, pos, tokens, uniform, logs)
+    np.log(logs, out=logs)
+    _neg_log1p(uniform, logs)
+    return np.log(logs, out=logs)
+
+
+def _negated_noise64(seed: int, pos: int, tokens: np.ndarray | None, size: int) -> np.ndarray:
+    uniform = np.empty(size, np.float64)
+    _uniforms64(seed, pos, np.arange(size) if tokens is None else tokens, uniform)
+    return np.log(-np.log(uniform))
 
 
 def best_token(row: np.ndarray) -> int:
@@ -143,18 +171,18 @@ def gumbel_argmax(
     if temperature == 0.0:
         token = best_token(row)
         return token, float(row[token])
-    finite = np.flatnonzero(row > -np.inf)
-    if finite.size == 0:
-        return 0, -np.inf
-    if finite.size * _SPARSE > row.size:
-        finite = np.arange(row.size)
-        values = row
-    else:
-        values = row[finite]
-    noise = gumbel_noise(seed, pos, finite, fp64)
-    noise += values
-    best = best_token(noise)
-    return int(finite[best]), float(noise[best])
+    tokens, values = None, row
+    # After top-k or top-p most of a row is -inf, which no noise can lift.
+    if np.count_nonzero(row == -np.inf) > row.size - row.size // _SPARSE:
+        tokens = np.flatnonzero(row > -np.inf)
+        if tokens.size == 0:
+            return 0, -np.inf
+        values = row[tokens]
+    draw = _negated_noise64 if fp64 else _negated_noise32
+    noise = draw(seed, pos, tokens, values.size)
+    noisy = np.subtract(values, noise, out=noise)
+    best = best_token(noisy)
+    return best if tokens is None else int(tokens[best]), float(noisy[best])
 
 
 @inline

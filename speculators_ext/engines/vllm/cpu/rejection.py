@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from speculators_ext.engines.vllm.cpu.arrays import flat, jit, override, rows
-from speculators_ext.engines.vllm.cpu.noise import best_token
+from speculators_ext.engines.vllm.cpu.noise import best_token, scratch
 
 if TYPE_CHECKING:
     from speculators_ext.engines.vllm.cpu.arrays import Args, Grid
@@ -22,23 +22,27 @@ _NEG_INF = np.float32(-np.inf)
 def _blocked(row: np.ndarray, block: int) -> np.ndarray:
     """Reshape [V] to [blocks, block], the last one padded with -inf."""
     count = -(-row.size // block)
-    if row.size != count * block:
-        row = np.concatenate([row, np.full(count * block - row.size, _NEG_INF)])
-    return row.reshape(count, block)
+    if row.size == count * block:
+        return row.reshape(count, block)
+    padded = scratch("padded", count * block)
+    padded[: row.size] = row
+    padded[row.size :] = _NEG_INF
+    return padded.reshape(count, block)
 
 
 def _max_and_sumexp(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return each block's maximum and its sum of exp(x - maximum), 0 where nothing is finite."""
+    top = np.fmax.reduce(blocks, axis=1)
+    exps = scratch("exps", blocks.size).reshape(blocks.shape)
     with np.errstate(invalid="ignore"):
-        top = np.nanmax(blocks, axis=1)
-        sums = np.exp(blocks - top[:, None]).sum(axis=1)
-    return top, np.where(top > _NEG_INF, sums, np.float32(0.0))
+        np.exp(np.subtract(blocks, top[:, None], out=exps), out=exps)
+    return top, np.where(top > _NEG_INF, exps.sum(axis=1), np.float32(0.0))
 
 
 def draft_row(a: Args, request: int, step: int, temp: np.float32, vocab: int) -> np.ndarray:
     """Return a draft's logits, temperature applied (they are cached before it)."""
-    row: np.ndarray = rows(a["draft_logits_ptr"][request, step, :vocab])
-    return row / temp
+    row = rows(a["draft_logits_ptr"][request, step, :vocab])
+    return np.divide(row, temp, out=scratch("drafted", vocab))
 
 
 def _local_stats(a: Args, logit_rows: np.ndarray) -> None:
@@ -212,8 +216,8 @@ def _residual_mass(a: Args, logit_rows: np.ndarray) -> None:
             continue
         drafted = draft_row(a, int(mapping[i]), int(steps[i]), temp, vocab)
         p = np.exp(cumulative[i - 1])
-        model = np.exp(_blocked(target[i, :vocab], size) - target_lse[i])
         draft = np.exp(_blocked(drafted, size) - draft_lse[i])
+        model = np.exp(_blocked(target[i, :vocab], size) - target_lse[i])
         out[i] = np.maximum(p * model - draft, np.float32(0.0)).sum(axis=1)
 
 

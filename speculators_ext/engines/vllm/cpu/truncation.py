@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from speculators_ext.engines.vllm.cpu.arrays import flat, override
+from speculators_ext.engines.vllm.cpu.noise import scratch
 
 if TYPE_CHECKING:
     from speculators_ext.engines.vllm.cpu.arrays import Args, Grid
@@ -33,7 +34,10 @@ def _keep_top_k(row: np.ndarray, k: int) -> np.ndarray | None:
     """Return the mask of the k best, or None where no finite logit would be dropped."""
     if np.count_nonzero(row > -np.inf) <= k:
         return None
-    cutoff = np.partition(row, row.size - k)[row.size - k]
+    ordered = scratch("ordered", row.size)
+    np.copyto(ordered, row)
+    ordered.partition(row.size - k)
+    cutoff = ordered[row.size - k]
     return _first_ties(row, cutoff, k - int(np.count_nonzero(row > cutoff)))
 
 
@@ -42,7 +46,8 @@ def _keep_top_p(row: np.ndarray, p: float) -> np.ndarray | None:
     top = row.max()
     if not np.isfinite(top):
         return None
-    total = np.exp(row - top).sum(dtype=np.float64)
+    exps = scratch("exps", row.size)
+    total = np.exp(np.subtract(row, top, out=exps), out=exps).sum(dtype=np.float64)
     for width in _WIDTHS:
         near = np.sort(row[row >= top - np.float32(width)])[::-1]
         mass = np.exp(near - top) / total
@@ -58,6 +63,13 @@ def _keep_top_p(row: np.ndarray, p: float) -> np.ndarray | None:
     return _first_ties(row, cutoff, ties - surplus)
 
 
+def _masked(row: np.ndarray, keep: np.ndarray) -> np.ndarray:
+    out = scratch("masked", row.size)
+    out.fill(-np.inf)
+    np.copyto(out, row, where=keep)
+    return out
+
+
 def truncate(row: np.ndarray, k: int | None, p: float | None, fill: float) -> None:
     """Mask all but the top-k, and of those all but the top-p, of one row in place.
 
@@ -69,10 +81,10 @@ def truncate(row: np.ndarray, k: int | None, p: float | None, fill: float) -> No
     """
     keep = _keep_top_k(row, k) if k is not None and k < row.size else None
     if p is not None and p < 1.0:
-        kept = _keep_top_p(row if keep is None else np.where(keep, row, -np.inf), p)
+        kept = _keep_top_p(row if keep is None else _masked(row, keep), p)
         keep = keep if kept is None else kept
     if keep is not None:
-        row[~keep] = fill
+        np.putmask(row, ~keep, fill)
 
 
 @override(
