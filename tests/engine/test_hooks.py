@@ -1,0 +1,316 @@
+"""The six hooks against the installed vLLM and against 0.33's sources; no engine starts here."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from speculators_ext.config import METHODS, ConfigError
+from speculators_ext.engines.vllm import hooks, plugin
+from speculators_ext.engines.vllm.source_probe import Expectation, engine_root, find_problem
+from speculators_ext.testing import SourcesUnavailable, wheel_sources
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ADAPTER = Path(plugin.__file__).parent
+INSTALLED = engine_root("vllm")
+EXPECTATIONS = [expectation for hook in hooks.HOOKS for expectation in hook.expectations]
+pytestmark = pytest.mark.skipif(INSTALLED is None, reason="vLLM is not installed")
+
+# Methods of ours that vLLM calls: (our file, our method, vLLM's module, vLLM's method).
+_SPECULATOR = "vllm.v1.worker.gpu.spec_decode.speculator"
+_HANDLER = "vllm.v1.worker.gpu.spec_decode.utils"
+_CPU_ATTN = "vllm.v1.attention.backends.cpu_attn"
+OVERRIDES = [
+    ("speculator.py", "ClaspSpeculator.propose", _SPECULATOR, "BaseSpeculator.propose"),
+    ("speculator.py", "ClaspSpeculator.set_attn", _SPECULATOR, "DraftModelSpeculator.set_attn"),
+    (
+        "speculator.py",
+        "ClaspSpeculator.load_draft_model",
+        _SPECULATOR,
+        "DraftModelSpeculator.load_draft_model",
+    ),
+    (
+        "speculator.py",
+        "ClaspSpeculator.init_cudagraph_manager",
+        _SPECULATOR,
+        "BaseSpeculator.init_cudagraph_manager",
+    ),
+    ("speculator.py", "ClaspSpeculator.capture", _SPECULATOR, "BaseSpeculator.capture"),
+    (
+        "drafts.py",
+        "RaggedDraftTokensHandler.set_draft_tokens",
+        _HANDLER,
+        "DraftTokensHandler.set_draft_tokens",
+    ),
+    (
+        "drafts.py",
+        "RaggedDraftTokensHandler.get_draft_tokens",
+        _HANDLER,
+        "DraftTokensHandler.get_draft_tokens",
+    ),
+    (
+        "request_options.py",
+        "_RequestOptionsMixin.add_request",
+        "vllm.v1.worker.gpu.model_states.interface",
+        "ModelState.add_request",
+    ),
+    (
+        "packed_rows.py",
+        "_PackedRowsCPUImpl.forward",
+        _CPU_ATTN,
+        "CPUAttentionBackendImpl.forward",
+    ),
+]
+
+# vLLM's functions that we call: (module, name, arguments by position, arguments by name).
+CALLS = [
+    (
+        "vllm.v1.worker.gpu.block_table",
+        "BlockTables.gather_block_tables",
+        1,
+        ("num_reqs_padded",),
+    ),
+    ("vllm.v1.worker.gpu.block_table", "BlockTables.compute_slot_mappings", 4, ()),
+    ("vllm.v1.worker.gpu.attn_utils", "build_slot_mappings_by_layer", 2, ()),
+    (
+        _SPECULATOR,
+        "DraftModelSpeculator._build_uniform_attn_metadata",
+        0,
+        ("batch_desc", "num_reqs", "num_query_per_req", "seq_lens_cpu_upper_bound", "step"),
+    ),
+    (_SPECULATOR, "DraftModelSpeculator.sample_draft", 7, ()),
+    (_HANDLER, "DraftTokensHandler.__init__", 1, ()),
+    ("vllm.forward_context", "set_forward_context", 2, ("num_tokens", "slot_mapping")),
+]
+
+
+@pytest.fixture(scope="session")
+def next_vllm() -> Path:
+    try:
+        return wheel_sources("vllm", "0.33.0")
+    except SourcesUnavailable as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(params=["installed", "0.33.0"])
+def root(request: pytest.FixtureRequest) -> Path:
+    if request.param == "installed":
+        return INSTALLED
+    return request.getfixturevalue("next_vllm")
+
+
+def source_of(root: Path, module: str) -> Path:
+    base = root.joinpath(*module.split("."))
+    return base / "__init__.py" if base.is_dir() else base.with_suffix(".py")
+
+
+def find_function(path: Path, name: str) -> ast.FunctionDef:
+    node: ast.AST = ast.parse(path.read_text())
+    for part in name.split("."):
+        node = next(
+            child
+            for child in node.body
+            if isinstance(child, ast.FunctionDef | ast.ClassDef) and child.name == part
+        )
+    assert isinstance(node, ast.FunctionDef)
+    return node
+
+
+def doctored(root: Path, folder: Path, module: str, pattern: str, replacement: str) -> Path:
+    """A copy of the modules that the hooks rely on, one of them changed."""
+    for name in {e.module for e in EXPECTATIONS}:
+        source = source_of(root, name)
+        target = folder / source.relative_to(root)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(source, target)
+    target = folder / source_of(root, module).relative_to(root)
+    text, count = re.subn(pattern, replacement, target.read_text())
+    assert count, f"{pattern} is not in {module}: nothing was doctored"
+    target.write_text(text)
+    return folder
+
+
+def describe(expectation: Expectation) -> str:
+    return f"{expectation.module.rsplit('.', 1)[-1]}.{expectation.name}"
+
+
+def test_every_hook_holds(root: Path) -> None:
+    """Catches a release of vLLM that moved, renamed or re-shaped something a hook relies on."""
+    assert [status for status in hooks.probe(root) if not status.ok] == []
+
+
+@pytest.mark.parametrize(("file", "ours", "module", "theirs"), OVERRIDES, ids=lambda v: v)
+def test_our_methods_take_what_vllm_passes(
+    root: Path, file: str, ours: str, module: str, theirs: str
+) -> None:
+    """Catches an argument that a vLLM passes and our override does not take, or takes elsewhere."""
+    mine = find_function(ADAPTER / file, ours).args
+    stock = find_function(source_of(root, module), theirs).args
+    positional = [arg.arg for arg in (*mine.posonlyargs, *mine.args)]
+    expected = [arg.arg for arg in (*stock.posonlyargs, *stock.args)]
+    known = expected[: len(positional)]
+    assert positional == known
+    for extra in expected[len(positional) :]:
+        assert mine.kwarg or extra in {arg.arg for arg in mine.kwonlyargs}, extra
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "positional", "by_name"), CALLS, ids=lambda v: str(v).replace("vllm.", "")
+)
+def test_vllms_functions_take_what_we_pass(
+    root: Path, module: str, name: str, positional: int, by_name: tuple[str, ...]
+) -> None:
+    """Catches a helper of vLLM that lost an argument we give, or wants one that we do not."""
+    args = find_function(source_of(root, module), name).args
+    names = [arg.arg for arg in (*args.posonlyargs, *args.args) if arg.arg != "self"]
+    required = names[: len(names) - len(args.defaults)]
+    given = {*names[:positional], *by_name}
+    assert positional <= len(names)
+    assert given <= {*names, *(arg.arg for arg in args.kwonlyargs)}
+    assert set(required) <= given
+
+
+@pytest.mark.parametrize("expectation", EXPECTATIONS, ids=describe)
+def test_a_missing_name_is_reported(expectation: Expectation, tmp_path: Path) -> None:
+    """Catches an expectation that would hold whatever vLLM looked like."""
+    last = expectation.name.rsplit(".", 1)[-1]
+    root = doctored(INSTALLED, tmp_path, expectation.module, rf"\b{last}\b", f"{last}_gone")
+    assert find_problem(expectation, root) == f"{expectation.module}.{expectation.name} is missing"
+    assert any(expectation.name in status.detail for status in hooks.probe(root) if not status.ok)
+
+
+@pytest.mark.parametrize(
+    "expectation", [e for e in EXPECTATIONS if e.parameters is not None], ids=describe
+)
+def test_a_changed_parameter_is_reported(expectation: Expectation, tmp_path: Path) -> None:
+    """Catches a probe that looks at names only: a re-shaped function would be called wrongly."""
+    changed = expectation.parameters[-1]
+    root = doctored(INSTALLED, tmp_path, expectation.module, rf"\b{changed}\b", "other")
+    problem = find_problem(expectation, root)
+    assert problem is not None
+    assert expectation.name in problem
+    assert f"expected ({', '.join(expectation.parameters)})" in problem
+
+
+def test_a_missing_module_is_reported(tmp_path: Path) -> None:
+    """Catches a probe that crashes, and takes `register()` along, when a file is gone."""
+    problems = [find_problem(expectation, tmp_path) for expectation in EXPECTATIONS]
+    assert problems == [f"module {e.module} is missing" for e in EXPECTATIONS]
+
+
+FRESH = """
+import sys
+from speculators_ext.engines.vllm import plugin
+for _ in range(3):
+    plugin.register()
+late = {"vllm.engine.arg_utils", "vllm.v1.worker.gpu.model_runner", "vllm.v1.attention.selector"}
+print("imported", sorted(late & set(sys.modules)))
+from vllm.engine import arg_utils
+from vllm.plugins import load_general_plugins
+load_general_plugins()
+from vllm.v1.worker.gpu import model_runner, model_states
+plugin.register()
+def depth(function):
+    return 1 + depth(function.__wrapped__) if hasattr(function, "__wrapped__") else 0
+for holder, name in [
+    (arg_utils.EngineArgs, "create_speculative_config"),
+    (arg_utils.EngineArgs, "add_cli_args"),
+    (model_runner, "init_speculator"),
+    (model_states, "resolve_model_state_cls"),
+]:
+    print(name, depth(getattr(holder, name)))
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+print("backend", AttentionBackendEnum.CPU_ATTN.get_path())
+"""
+
+
+@pytest.fixture(scope="module")
+def fresh_process() -> dict[str, str]:
+    """What a new process says after `register()` ran four times and as vLLM's own plugin."""
+    done = subprocess.run(
+        [sys.executable, "-c", FRESH], capture_output=True, text=True, check=False, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    return dict(line.split(" ", 1) for line in done.stdout.splitlines() if " " in line)
+
+
+def test_register_sets_each_hook_once(fresh_process: dict[str, str]) -> None:
+    """Catches hooks stacked on hooks: vLLM runs a plugin more than once in some processes."""
+    names = ("create_speculative_config", "add_cli_args", "init_speculator")
+    assert {name: fresh_process[name] for name in names} == dict.fromkeys(names, "1")
+    assert fresh_process["resolve_model_state_cls"] == "1"
+
+
+def test_register_leaves_the_import_order_to_vllm(fresh_process: dict[str, str]) -> None:
+    """Catches a plugin that loads worker modules early: on a CPU vLLM patches torch before them."""
+    assert fresh_process["imported"] == "[]"
+
+
+def test_without_our_method_vllm_is_stock(fresh_process: dict[str, str]) -> None:
+    """Catches a plugin that changes the engine of people who do not use it."""
+    assert "speculators_ext" not in fresh_process["backend"]
+
+
+def test_register_never_raises(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Catches an exception out of a plugin, which would kill vLLM for everybody."""
+
+    def broken() -> list[hooks.HookStatus]:
+        raise RuntimeError("unforeseen")
+
+    monkeypatch.setattr(hooks, "probe", broken)
+    plugin.register()
+
+
+@pytest.fixture
+def unhooked_args(monkeypatch: pytest.MonkeyPatch) -> Iterator[type]:
+    """EngineArgs as vLLM ships it, our hook taken off until the test ends."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    plugin.register()
+    stock = EngineArgs.create_speculative_config.__wrapped__
+    monkeypatch.setattr(EngineArgs, "create_speculative_config", stock)
+    return EngineArgs
+
+
+def test_a_vllm_without_a_hook_refuses_only_ours(
+    unhooked_args: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a half-hooked engine, and a package that breaks vLLM's own methods on such a vLLM."""
+    root = doctored(INSTALLED, tmp_path, hooks._RUNNER, r"\binit_speculator\b", "make_speculator")
+    monkeypatch.setattr(hooks, "engine_root", lambda _: root)
+    plugin.register()
+    with pytest.raises(ConfigError) as refusal:
+        unhooked_args(speculative_config={"method": "clasp"}).create_speculative_config(None, None)
+    message = str(refusal.value)
+    assert "\n" not in message
+    assert "'clasp' cannot run" in message
+    assert "init_speculator is missing" in message
+    assert all(version in message for version in hooks.TESTED_VERSIONS)
+    assert unhooked_args().create_speculative_config(None, None) is None
+
+
+def test_the_command_line_accepts_our_names() -> None:
+    """Catches `--spec-method clasp` refused by the parser, or vLLM's own choices lost."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    plugin.register()
+    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+    for _ in range(2):
+        words = ["--model", "m", "--spec-method", "clasp", "--spec-tokens", "6"]
+        args = parser.parse_args(words)
+        assert (args.spec_method, args.spec_tokens) == ("clasp", 6)
+    (choices,) = [a.choices for a in parser._actions if "--spec-method" in a.option_strings]
+    assert {"ngram", "eagle", "mtp", "draft_model", *METHODS} <= set(choices)
+    assert len(choices) == len(set(choices))
