@@ -171,6 +171,11 @@ def _check_engine(method: str, args: EngineArgs, parallel: ParallelConfig) -> No
             f"speculative method '{method}': data_parallel_size={parallel.data_parallel_size} with "
             "expert parallelism is not supported; accepted: either of the two alone"
         )
+    if getattr(args, "enable_lora", False):
+        raise ConfigError(
+            f"speculative method '{method}': enable_lora=True is not supported, draft batches "
+            "would need an adapter mapping of their own; remove it"
+        )
     if getattr(args, "watermark_config", None) is not None:
         raise ConfigError(
             f"speculative method '{method}': watermarking is not supported; remove it"

@@ -33,7 +33,6 @@ class ExtSpeculativeConfig(SpeculativeConfig):
     def __post_init__(self) -> None:
         """Let the target draft for itself: its own config stands in for a draft checkpoint's."""
         self.method = METHODS[self.ext_method].rides  # type: ignore[assignment]
-        self.prompt_lookup_max = self.prompt_lookup_min = 0
         self.model = self.target_model_config.model
         self.draft_model_config = _copy_model_config(self.target_model_config)
         self.draft_parallel_config = self.target_parallel_config
