@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import torch
-    from torch import nn
 
 __all__ = ["LayerWalk"]
 
@@ -25,8 +24,8 @@ class LayerWalk:
         sublayers: walk attention and MLP as units of their own.
     """
 
-    def __init__(self, model: nn.Module, *, sublayers: bool) -> None:
-        self._decoder: Any = model.model
+    def __init__(self, model: Any, *, sublayers: bool) -> None:
+        self._decoder = model.model
         self._layers: list[Any] = list(self._decoder.layers)
         self._sublayers = sublayers
         self.num_units = len(self._layers) * (2 if sublayers else 1)

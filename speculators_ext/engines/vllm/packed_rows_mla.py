@@ -22,6 +22,14 @@ __all__ = ["PackedRowsAMXMLABackend", "PackedRowsCPUMLABackend"]
 
 
 class _PackedRowsMLAImpl(PackedRowsImpl):
+    # Set by the vLLM class this is mixed into.
+    scale: float
+    num_heads: int
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    v_head_dim: int
+    kv_b_proj: Any
+
     def forward_mha(
         self,
         q: torch.Tensor,

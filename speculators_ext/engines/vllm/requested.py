@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, cast, get_args
 
 from speculators_ext.config import (
     METHODS,
@@ -98,7 +98,7 @@ def build_speculative_config(
     config = ExtSpeculativeConfig(
         **stock,
         ext_method=method,
-        method_config=options,
+        method_config=cast("ClaspConfig", options),
         target_model_config=target,
         target_parallel_config=parallel,
     )

@@ -23,6 +23,7 @@ from speculators_ext.engines.vllm.packed_rows import can_pack_rows, use_packed_r
 from speculators_ext.engines.vllm.ranks import decided_on_rank_0, tensor_from_rank_0
 from speculators_ext.engines.vllm.request_options import DEFAULT_OPTIONS
 from speculators_ext.engines.vllm.skip_search import SearchRows, SkipSearch
+from speculators_ext.engines.vllm.spec_config import ExtSpeculativeConfig
 from speculators_ext.engines.vllm.step_clock import StepClock
 from speculators_ext.proposers.drafting import clamp_ids, exit_mask
 
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBatch
     from vllm.v1.worker.gpu.states import RequestState
 
-    from speculators_ext.config import ClaspConfig
 
 __all__ = ["ClaspSpeculator", "build_speculator"]
 
@@ -61,7 +61,8 @@ class ClaspSpeculator(DraftModelSpeculator):
         self, vllm_config: VllmConfig, device: torch.device, req_states: RequestState
     ) -> None:
         super().__init__(vllm_config, device)
-        self._options: ClaspConfig = self.speculative_config.method_config
+        assert isinstance(self.speculative_config, ExtSpeculativeConfig)
+        self._options = self.speculative_config.method_config
         self._req_states = req_states
         self._async = vllm_config.scheduler_config.async_scheduling
         self._clock = StepClock(
@@ -106,8 +107,9 @@ class ClaspSpeculator(DraftModelSpeculator):
 
     def compute_draft_logits(self, hidden_states: torch.Tensor, spec_step_idx: int) -> torch.Tensor:
         """The target's logits, kept for the exit rule of this step."""
-        self._step_logits = self.model.compute_logits(hidden_states)
-        return self._step_logits
+        logits = super().compute_draft_logits(hidden_states, spec_step_idx)
+        self._step_logits = logits
+        return logits
 
     @torch.inference_mode()
     def propose(
