@@ -30,6 +30,7 @@ _MODULES = (
     "rejection",
     "sampling",
     "truncation",
+    "writes",
 )
 # Options of a launch that are no arguments of the kernel.
 _LAUNCH_OPTIONS = frozenset({"num_warps", "num_stages", "num_ctas", "maxnreg", "launch_pdl"})
