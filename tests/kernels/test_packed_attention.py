@@ -6,8 +6,13 @@ or an element left unwritten shows in the result.
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import subprocess
+import sys
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -303,3 +308,23 @@ def test_bfloat16_is_refused_by_the_interpreter() -> None:
     problem = make_problem(Shape((20,)), torch.bfloat16)
     with pytest.raises(ValueError, match="key dtype on a CPU"):
         packed_attention(**problem.call)
+
+
+def test_compiles_for_every_gpu_without_spills(tmp_path: Path) -> None:
+    """Catches what the interpreter lets pass (types that change in a loop) and a tile too large."""
+    script = Path(__file__).with_name("compile_packed_attention.py")
+    report = tmp_path / "report.json"
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"SPECULATORS_EXT_CPU_V2": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", script, "--json", report],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(report.read_text())
+    assert {row["target"] for row in rows} == {"sm_80", "sm_90", "sm_100", "gfx942"}
+    assert [row for row in rows if row["spilled"]] == [], done.stdout
+    assert max(row["shared"] for row in rows) <= 64 * 1024, done.stdout
