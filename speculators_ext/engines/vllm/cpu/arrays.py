@@ -26,11 +26,22 @@ if TYPE_CHECKING:
 
 DECLINED = object()
 
-# `error_model="numpy"`: a division by zero gives inf or nan, as on the device. No fastmath: the
-# order and rounding of float operations decide tokens.
-jit = numba.njit(cache=True, nogil=True, error_model="numpy")
+_OPTIONS = {"nogil": True, "error_model": "numpy"}
 # No cache of its own: an inlined function lives in the caches of its callers.
 inline = numba.njit(inline="always", error_model="numpy")
+
+
+def jit(function: Callable[..., Any]) -> Any:
+    """Compile on first use, a second or so once a machine; later processes load it from disk.
+
+    `error_model="numpy"`: a division by zero gives inf or nan, as on the device. No fastmath:
+    the order and rounding of float operations decide tokens.
+    """
+    try:
+        return numba.njit(cache=True, **_OPTIONS)(function)
+    except RuntimeError:
+        # Neither the package's folder nor the user's cache can be written.
+        return numba.njit(**_OPTIONS)(function)
 
 
 @dataclass(frozen=True)
