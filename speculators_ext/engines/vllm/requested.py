@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from vllm.config.parallel import ParallelConfig
     from vllm.engine.arg_utils import EngineArgs
 
+    from speculators_ext.config import ClaspConfig
     from speculators_ext.engines.vllm.spec_config import ExtSpeculativeConfig
 
 __all__ = ["build_speculative_config", "read_request", "refuse_misspelled"]
