@@ -37,6 +37,19 @@ _GEMMA: dict[str, Any] = {
     "tie_word_embeddings": True,
 }
 _MOE: dict[str, Any] = {"moe_intermediate_size": 64, "num_experts_per_tok": 2}
+# YaRN, as in the released model. Plain rotary embedding would not do: vLLM 0.32's CPU kernel for it
+# reads [tokens, heads * size], latent attention passes [tokens, heads, size], and which rows are
+# rotated then depends on how many tokens run at once, so that decode and prefill disagree.
+_DEEPSEEK_ROPE: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 2.0,
+    "original_max_position_embeddings": tok.MAX_LENGTH // 2,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
 
 
 @dataclass(frozen=True)
@@ -130,6 +143,7 @@ SPECS: dict[str, TinySpec] = {
             "topk_group": 1,
             "first_k_dense_replace": 1,
             "routed_scaling_factor": 1.0,
+            "rope_parameters": _DEEPSEEK_ROPE,
         },
         raw={
             "num_nextn_predict_layers": 1,
