@@ -71,7 +71,7 @@ def override(kernel: str, signature: str) -> Callable[[Impl], Impl]:
 
 def flat(tensor: torch.Tensor) -> np.ndarray:
     """View a contiguous tensor of any rank as one row; writes reach the tensor."""
-    return tensor.view(-1).numpy()
+    return tensor.numpy() if tensor.dim() == 1 else tensor.view(-1).numpy()
 
 
 def rows(tensor: torch.Tensor) -> np.ndarray:
