@@ -98,13 +98,24 @@ def as_json(plan: Plan, rows: Sequence[Row]) -> dict[str, Any]:
 
 def table(rows: Sequence[Row], title: str) -> Table:
     """The rows as a rich table."""
+    from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    shown = Table(title=title, title_style="bold", caption_style="dim", caption=_caption(rows))
-    for heading in ("method", "at once", "tok/s", "speed-up", "drafts", "tokens a draft"):
-        shown.add_column(heading, justify="left" if heading == "method" else "right")
-    shown.add_column("accepted at position", no_wrap=True)
-    shown.add_column("identical to plain", justify="right")
+    shown = Table(
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+        title=title,
+        title_style="bold",
+        caption_style="dim",
+        caption=_caption(rows),
+    )
+    # Fixed widths leave 31 of 80 columns for the names and the acceptance; rich left to itself
+    # cuts the last column away.
+    shown.add_column("method")
+    for heading, width in (("at once", 4), ("tok/s", 6), ("speed-up", 8), ("tokens a step", 6)):
+        shown.add_column(heading, justify="right", width=width)
+    shown.add_column("accepted at position", min_width=14)
+    shown.add_column("same text", justify="right", width=7)
     last = None
     for row in rows:
         if last not in (None, row.method):
@@ -115,7 +126,6 @@ def table(rows: Sequence[Row], title: str) -> Table:
             str(row.concurrency),
             f"{row.output_tok_s:.1f}",
             "-" if row.speedup is None else f"{row.speedup:.2f}x",
-            "-" if row.method == PLAIN else str(row.num_drafts),
             "-" if row.mean_acceptance_length is None else f"{row.mean_acceptance_length:.2f}",
             " ".join(f"{share:.2f}" for share in row.acceptance_per_position or ()) or "-",
             "-" if row.method == PLAIN else row.identical_to_plain or "-",
@@ -157,8 +167,8 @@ def _title(plan: Plan) -> str:
 def _caption(rows: Sequence[Row]) -> str:
     silent = sorted({r.method for r in rows if r.method != PLAIN and not r.num_drafts})
     text = (
-        "tok/s: all answers over the wall time, prefill included. drafts: steps drafted for. "
-        "tokens a draft: accepted ones and the target's own."
+        "tok/s: all answers over the wall time, prefill included. tokens a step: accepted drafts "
+        "and the target's own token, where it drafted. same text: answers equal to plain's."
     )
     if silent:
         text += f" No step was drafted for: {', '.join(silent)}."
