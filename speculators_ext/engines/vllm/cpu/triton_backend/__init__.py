@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from speculators_ext.engines.vllm.cpu.host import rival_backend, status
+from speculators_ext.engines.vllm.cpu.metadata_alias import answer_for_vllm
 
 
 class _Withdrawing(ModuleType):
@@ -43,5 +44,6 @@ def _withdraw() -> None:
 
 if status().active:
     os.environ["TRITON_INTERPRET"] = "1"
+    answer_for_vllm()
 elif rival_backend() is None:
     _withdraw()
