@@ -1,0 +1,135 @@
+"""Every supported architecture writes plain decoding's text; so do two ranks and torch.compile."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+pytest.importorskip("vllm")
+from vllm import SamplingParams
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+ARCHITECTURES = [
+    "tiny-mistral",
+    "tiny-qwen2",
+    "tiny-qwen3",
+    "tiny-gemma2",
+    "tiny-gemma3",
+    "tiny-phi3",
+    "tiny-mixtral",
+    "tiny-qwen3-moe",
+    "tiny-deepseek-v3",
+]
+# The long prompt and its answer run past every tiny model's window of 64 tokens.
+PROMPTS = ["The capital of France is", "def fib(n):\n    return", "red green blue " * 14]
+pytestmark = pytest.mark.engine
+
+
+def greedy(max_tokens: int = 24) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+
+
+def check(twins: Any) -> dict[str, int]:
+    """Same text; returns what was drafted and accepted."""
+    before = twins.clasp.counters()
+    got = twins.check(PROMPTS, greedy())
+    assert len({token for output in got for token in output.outputs[0].token_ids}) > 20
+    after = twins.clasp.counters()
+    return {name: after[name] - before[name] for name in after}
+
+
+@pytest.mark.parametrize("model", ARCHITECTURES)
+def test_same_text(make_twins: Any, model: str) -> None:
+    """Catches a layer walk that misses an architecture's scale, norm, window, cap or router."""
+    twins = make_twins({"num_skip_layers": 2}, alike={"model": model})
+    count = check(twins)
+    assert 0 < count["num_accepted_tokens"] < count["num_draft_tokens"]
+
+
+@pytest.mark.parametrize("model", ARCHITECTURES)
+def test_with_nothing_skipped_every_draft_is_right(make_twins: Any, model: str) -> None:
+    """Catches a walk that is not the model: verification alone would hide it as low acceptance."""
+    twins = make_twins({"num_skip_layers": 2}, alike={"model": model})
+    speculator = twins.clasp.speculator
+    search = speculator._search
+    kept = search._fixed
+    search._fixed = ()
+    try:
+        count = check(twins)
+    finally:
+        search._fixed = kept
+    assert count["num_accepted_tokens"] == count["num_draft_tokens"]
+
+
+@pytest.mark.parametrize("model", ["tiny-mistral", "tiny-qwen2", "tiny-qwen3"])
+def test_half_layers(make_twins: Any, model: str) -> None:
+    """Catches half-layers composed otherwise than the architecture composes them."""
+    twins = make_twins({"num_skip_layers": 3, "skip_unit": "sublayer"}, alike={"model": model})
+    count = check(twins)
+    assert count["num_accepted_tokens"] > 0
+
+
+def test_quantised_weights(make_twins: Any) -> None:
+    """Catches a draft batch that quantised kernels cannot take."""
+    check(make_twins({"num_skip_layers": 2}, alike={"model": "tiny-llama-w8a8"}))
+
+
+SCRIPT = """
+import json, os, sys
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+from vllm import LLM, SamplingParams
+if __name__ == "__main__":
+    model, changes, prompts = json.loads(sys.argv[1])
+    llm = LLM(model, dtype="float32", max_model_len=256, max_num_seqs=8, block_size=32,
+              num_gpu_blocks_override=128, seed=0, **changes)
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    print("ANSWER", json.dumps([list(o.outputs[0].token_ids) for o in outputs]))
+"""
+
+
+def answer_of(folder: Path, model: str, **changes: Any) -> list[list[int]]:
+    """What an engine in a process of its own says."""
+    from speculators_ext.assets import build
+
+    script = folder / "answer.py"
+    script.write_text(SCRIPT)
+    job = json.dumps([str(build(model)), changes, PROMPTS])
+    done = subprocess.run(
+        [sys.executable, str(script), job], capture_output=True, text=True, check=False
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("ANSWER ")]
+    assert lines, (done.stdout + done.stderr)[-3000:]
+    return json.loads(lines[-1].removeprefix("ANSWER "))
+
+
+def clasp(**options: Any) -> dict[str, Any]:
+    keys = {"num_skip_layers": 3, "adaptive": False, "refresh_interval": 2, "exit_threshold": 0.0}
+    return {"method": "clasp", "num_speculative_tokens": 4, "method_config": keys | options}
+
+
+@pytest.mark.parametrize("adaptive", [False, True], ids=["full depth", "adaptive"])
+def test_two_ranks(plain: Any, tmp_path: Path, adaptive: bool) -> None:
+    """Catches ranks that launch different layers or depths: a hang, or other text."""
+    expected = [list(o.outputs[0].token_ids) for o in plain.remembered(PROMPTS, greedy())]
+    got = answer_of(
+        tmp_path,
+        "tiny-llama",
+        tensor_parallel_size=2,
+        enforce_eager=True,
+        speculative_config=clasp(adaptive=adaptive),
+    )
+    assert got == expected
+
+
+@pytest.mark.full
+def test_compiled(plain: Any, tmp_path: Path) -> None:
+    """Catches layers that cannot be called by themselves once vLLM has compiled the model."""
+    expected = [list(o.outputs[0].token_ids) for o in plain.remembered(PROMPTS, greedy())]
+    assert answer_of(tmp_path, "tiny-llama", speculative_config=clasp()) == expected
