@@ -33,10 +33,13 @@ class PackedRows:
 
     ``block_table``: [num_reqs, max_blocks] int32 of this layer's cache group.
     ``prefix_lens``: positions each request has in the cache, which is also its rows' position.
+    ``positions``: the same as [num_reqs] int64 beside the block table, for GPUs, where reading
+    it back would make the host wait.
     """
 
     block_table: torch.Tensor
     prefix_lens: list[int]
+    positions: torch.Tensor | None = None
 
     # vLLM's MLA layer asks its metadata which tokens decode from latents: none of ours do.
     num_actual_tokens: ClassVar[int] = sys.maxsize
@@ -52,6 +55,11 @@ class PackedRows:
 
 class PackedRowsImpl:
     """Marks attention implementations that accept ``PackedRows``."""
+
+    def packs_rows(self, layer: Any) -> bool:
+        """Whether packed rows reproduce this layer: no ALiBi, no sinks, a KV cache of its own."""
+        special = ("alibi_slopes", "sinks", "kv_sharing_target_layer_name")
+        return all(getattr(self, name, None) is None for name in special)
 
 
 class PackedRowsCPUBackend(CPUAttentionBackend):
@@ -129,6 +137,8 @@ def use_packed_rows_backend() -> None:
 def can_pack_rows(vllm_config: Any, layer_names: set[str]) -> bool:
     """Whether every one of these attention layers attends packed rows."""
     layers = vllm_config.compilation_config.static_forward_context
-    return all(
-        isinstance(getattr(layers[name], "impl", None), PackedRowsImpl) for name in layer_names
-    )
+    for name in layer_names:
+        impl = getattr(layers[name], "impl", None)
+        if not isinstance(impl, PackedRowsImpl) or not impl.packs_rows(layers[name]):
+            return False
+    return True
