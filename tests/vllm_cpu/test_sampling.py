@@ -8,7 +8,7 @@ import torch
 
 SEED = 42
 # Not a multiple of any block size; and one with several vocabulary blocks and an odd tail.
-VOCABS = (37, 2500)
+VOCABS = (37, 1500)
 
 
 def _requests(n: int, temps: list[float]) -> dict[str, torch.Tensor]:
@@ -23,8 +23,9 @@ def _requests(n: int, temps: list[float]) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("vocab", VOCABS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("fp64", [False, True])
-@pytest.mark.parametrize("drafting", [False, True])
+@pytest.mark.parametrize(
+    ("fp64", "drafting"), [(False, False), (False, True), (True, False)], ids=str
+)
 def test_gumbel_sample_gives_the_same_tokens(launchers, vocab, dtype, fp64, drafting):
     """Catches any difference in hash, noise, temperature, salt or tie-breaking."""
     from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
@@ -48,7 +49,7 @@ def test_gumbel_sample_gives_the_same_tokens(launchers, vocab, dtype, fp64, draf
                     is_drafting=drafting,
                     use_fp64=fp64,
                 )
-                for step in range(4)
+                for step in range(2)
             ]
         )
 
