@@ -41,7 +41,7 @@ _MIN_HEAD_SIZE, _MAX_HEAD_SIZE = 32, 256
 
 
 @triton.jit
-def _cap_scores(scores, SOFT_CAP: tl.constexpr) -> tl.tensor:
+def _cap_scores(scores, SOFT_CAP: tl.constexpr) -> tl.tensor:  # type: ignore[no-untyped-def]
     if SOFT_CAP > 0:
         # tanh |x| = (1 - e) / (1 + e) with e = exp(-2 |x|), which cannot overflow.
         decay = tl.exp(tl.abs(scores) * (-2 / SOFT_CAP))
@@ -51,7 +51,7 @@ def _cap_scores(scores, SOFT_CAP: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def _load_positions(
+def _load_positions(  # type: ignore[no-untyped-def]
     cache_ptr,  # of one KV head: [num_blocks, block_size, head_size]
     block_stride,
     slot_stride,
@@ -73,7 +73,22 @@ def _load_positions(
 
 
 @triton.jit
-def _packed_attention_kernel(
+def _load_rows(ptr, row, row_stride, head, head_stride, dim, live) -> tl.tensor:  # type: ignore[no-untyped-def]
+    at = row * row_stride + head * head_stride + dim
+    return tl.load(ptr + at, mask=live, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _step_softmax(scores, largest, total) -> tuple:  # type: ignore[no-untyped-def]
+    """(weights of these scores, factor of what was summed before, new largest, new total)."""
+    new_largest = tl.maximum(largest, tl.max(scores, axis=1))
+    shrink = tl.exp(largest - new_largest)
+    weights = tl.exp(scores - new_largest[:, None])
+    return weights, shrink, new_largest, total * shrink + tl.sum(weights, axis=1)
+
+
+@triton.jit
+def _packed_attention_kernel(  # type: ignore[no-untyped-def]
     out_ptr,  # [R * W, num_heads, head_size]
     out_row_stride,
     out_head_stride,
@@ -114,26 +129,19 @@ def _packed_attention_kernel(
 ) -> None:
     request, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     pair = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
-    row, head = (
-        (request * width + pair // GROUP)[:, None],
-        (kv_head * GROUP + pair % GROUP)[:, None],
-    )
+    row = (request * width + pair // GROUP)[:, None]
+    head = (kv_head * GROUP + pair % GROUP)[:, None]
     dim = tl.arange(0, BLOCK_D)[None, :]
     live = (pair < width * GROUP)[:, None] & (dim < HEAD_SIZE)
-    query_at = row * query_row_stride + head * query_head_stride + dim
-    query = tl.load(query_ptr + query_at, mask=live, other=0.0).to(tl.float32)
-    key_at = row * key_row_stride + kv_head * key_head_stride + dim
-    own_key = tl.load(key_ptr + key_at, mask=live, other=0.0).to(tl.float32)
-    value_at = row * value_row_stride + kv_head * value_head_stride + dim
-    attended = tl.load(value_ptr + value_at, mask=live, other=0.0).to(tl.float32)
-
     own_scale = scale if q_scale_ptr is None else scale * tl.load(q_scale_ptr)
     prefix_scale = own_scale if k_scale_ptr is None else own_scale * tl.load(k_scale_ptr)
     value_scale = 1.0 if v_scale_ptr is None else tl.load(v_scale_ptr)
+    query = _load_rows(query_ptr, row, query_row_stride, head, query_head_stride, dim, live)
+    own_key = _load_rows(key_ptr, row, key_row_stride, kv_head, key_head_stride, dim, live)
+    attended = _load_rows(value_ptr, row, value_row_stride, kv_head, value_head_stride, dim, live)
     attended = attended / value_scale
     largest = _cap_scores(tl.sum(query * own_key, axis=1) * own_scale, SOFT_CAP)
     total = tl.full([BLOCK_M], 1.0, tl.float32)
-    query = query.to(DOT_DTYPE)
 
     prefix_len = tl.load(prefix_lens_ptr + request).to(tl.int32)
     first = tl.maximum(prefix_len + 1 - WINDOW, 0) if WINDOW > 0 else 0
@@ -146,21 +154,16 @@ def _packed_attention_kernel(
             key_cache_ptr, key_block_stride, key_slot_stride, block_table_ptr, position,
             prefix_len, HEAD_SIZE, BLOCK_SIZE, DOT_DTYPE, BLOCK_D,
         )  # fmt: skip
-        scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * prefix_scale
-        scores = _cap_scores(scores, SOFT_CAP)
-        scores = tl.where((position < prefix_len)[None, :], scores, float("-inf"))
-        new_largest = tl.maximum(largest, tl.max(scores, axis=1))
-        shrink = tl.exp(largest - new_largest)
-        weights = tl.exp(scores - new_largest[:, None])
-        total = total * shrink + tl.sum(weights, axis=1)
-        largest = new_largest
+        scores = tl.dot(query.to(DOT_DTYPE), tl.trans(keys), input_precision="ieee") * prefix_scale
+        exists = (position < prefix_len)[None, :]
+        scores = tl.where(exists, _cap_scores(scores, SOFT_CAP), float("-inf"))
+        weights, shrink, largest, total = _step_softmax(scores, largest, total)
         values = _load_positions(
             value_cache_ptr, value_block_stride, value_slot_stride, block_table_ptr, position,
             prefix_len, HEAD_SIZE, BLOCK_SIZE, DOT_DTYPE, BLOCK_D,
         )  # fmt: skip
-        weights = weights.to(DOT_DTYPE)
         attended = attended * shrink[:, None]
-        attended = tl.dot(weights, values, acc=attended, input_precision="ieee")
+        attended = tl.dot(weights.to(DOT_DTYPE), values, acc=attended, input_precision="ieee")
 
     attended = attended * (value_scale / total)[:, None]
     out_at = row * out_row_stride + head * out_head_stride + dim

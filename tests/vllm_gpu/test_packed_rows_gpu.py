@@ -185,7 +185,7 @@ def test_flash_attention_views_its_cache_alike() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"window": 20}], ids=["plain", "window"])
 def test_both_backends_pack_alike(options: dict[str, Any]) -> None:
-    """Catches FlashAttention attributes (window, scale, cap) that mean another thing than Triton's."""
+    """Catches FlashAttention attributes (window, scale) that mean another thing than Triton's."""
     triton = make_impl(**options)
     batch = Batch(triton, make_layer(), make_cache("HND", torch.float32))
     expected = batch.packed()
