@@ -32,9 +32,9 @@ class PackedRows:
     """Attention metadata of a packed call: the same number of rows for each request.
 
     ``block_table``: [num_reqs, max_blocks] int32 of this layer's cache group.
-    ``prefix_lens``: positions each request has in the cache, which is also its rows' position.
-    ``positions``: the same as [num_reqs] int64 beside the block table, for GPUs, where reading
-    it back would make the host wait.
+    ``prefix_lens``: positions each request has in the cache, which is also its rows' position;
+    empty on GPUs, where reading them back would make the host wait.
+    ``positions``: the same as [num_reqs] int64 beside the block table.
     """
 
     block_table: torch.Tensor

@@ -140,12 +140,14 @@ class SkipSearch:
     def _solve(self, rows: SearchRows, previous: SkipSet) -> SkipSet:
         """One dynamic program; never worse on these rows than the previous or the even set."""
         candidates = tuple(dict.fromkeys((self._even, previous)))
-        prefix_lens = rows.positions.tolist()
+        positions = rows.positions
+        prefix_lens = positions.tolist() if positions.device.type == "cpu" else []
         metadata = {
-            name: PackedRows(table, prefix_lens) for name, table in rows.block_tables.items()
+            name: PackedRows(table, prefix_lens, positions)
+            for name, table in rows.block_tables.items()
         }
         with set_forward_context(
-            metadata, self._vllm_config, num_tokens=len(prefix_lens), slot_mapping={}
+            metadata, self._vllm_config, num_tokens=len(rows.req_ids), slot_mapping={}
         ):
             result = solve(
                 _PackedStack(self._walk, rows.positions),

@@ -45,6 +45,10 @@ def build_speculator(
     """The speculator for our config; called before the target's layers are built."""
     if device.type == "cpu":
         use_packed_rows_backend()
+    else:
+        from speculators_ext.engines.vllm.packed_rows_gpu import use_packed_rows_backend_gpu
+
+        use_packed_rows_backend_gpu()
     return ClaspSpeculator(vllm_config, device, req_states)
 
 
@@ -146,6 +150,8 @@ class ClaspSpeculator(DraftModelSpeculator):
         depth = decided_on_rank_0(self._clock.depth(int((num_sampled > 0).sum())))
         limits = [min(limit, depth) for limit in limits]
         rows = [row for row, limit in enumerate(limits) if limit > 0]
+        if self._async:
+            self._make_unused_drafts_certain(input_batch)
         if rows:
             self._copy_request_inputs(num_reqs, input_batch.idx_mapping, temperature, seeds)
             positions = input_batch.seq_lens[:num_reqs].long() - num_rejected[:num_reqs].long()
@@ -158,6 +164,15 @@ class ClaspSpeculator(DraftModelSpeculator):
         self._search.count_round()
         self._clock.end(input_batch, num_sampled, limits)
         return drafts
+
+    def _make_unused_drafts_certain(self, input_batch: InputBatch) -> None:
+        """Give unused slots, which async scheduling verifies too, the law of the id they carry.
+
+        Their id is 0; only a one-hot distribution on it keeps p/q acceptance lossless.
+        """
+        if self.draft_logits is not None:
+            self.draft_logits[input_batch.idx_mapping] = float("-inf")
+            self.draft_logits[input_batch.idx_mapping, :, 0] = 0.0
 
     def _draft_limits(
         self,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from importlib.metadata import Distribution, DistributionFinder, PackageNotFoundError, version
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -26,7 +26,7 @@ class _Alias(Distribution):
     def read_text(self, filename: str) -> str | None:
         return self._text if filename in ("METADATA", "PKG-INFO") else None
 
-    def locate_file(self, path: str | PathLike[str]) -> PathLike[str]:
+    def locate_file(self, path: str | PathLike[str]) -> NoReturn:
         raise FileNotFoundError(f"an alias has no files, {path} neither")
 
 
