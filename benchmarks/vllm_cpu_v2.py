@@ -80,10 +80,9 @@ def run_engine(runner: str, spec: dict[str, Any]) -> list[dict[str, Any]]:
         "VLLM_LOGGING_LEVEL": "INFO",
     }
     env.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    # In one process vLLM would take every core; as a server on two it leaves one to the frontend,
-    # and OpenMP threads that wait for a busy core measure the machine's other work.
-    if (os.cpu_count() or 1) <= 2:
-        env.setdefault("VLLM_CPU_OMP_THREADS_BIND", str((os.cpu_count() or 1) - 1))
+    # In one process the model would use every core. As a server, vLLM leaves one to the frontend,
+    # and an OpenMP thread that spins for a busy core measures the machine's other work.
+    env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) - 1)))
     command = [sys.executable, __file__, "--child", json.dumps(spec)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith(RESULT)]
