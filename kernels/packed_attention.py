@@ -281,10 +281,9 @@ def _launch(
 
 
 def _choose_tiles(num_pairs: int, head_size: int, dtype: torch.dtype) -> tuple[int, int]:
-    """(BLOCK_M, BLOCK_N): the largest that spill no register on sm_80, sm_90, sm_100 and gfx942.
+    """(BLOCK_M, BLOCK_N): the largest that stay in registers on sm_80, sm_90, sm_100 and gfx942.
 
-    float32 products are exact ("ieee"), which costs registers where others use tensor cores; at
-    head size 256 they spill 8 bytes.
+    float32 products are exact ("ieee"), which costs registers where others use tensor cores.
     """
     if dtype == torch.float32:
         return (16 if num_pairs <= 16 or head_size > 128 else 32), 16
