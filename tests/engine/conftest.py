@@ -115,6 +115,11 @@ class Engines:
             "block_size": BLOCK,
             "num_gpu_blocks_override": 256,
             "seed": 0,
+            # A random model would fill its answer with blanks for ever.
+            "structured_outputs_config": {
+                "backend": "xgrammar",
+                "disable_any_whitespace": True,
+            },
         }
         args = defaults | changes
         args["model"] = str(build(args["model"]))

@@ -121,11 +121,8 @@ BAD = {
     "empty": lambda number, name, position: [],
     "every second step": lambda number, name, position: [7] * K if number % 2 else [],
     "by row and step": lambda number, name, position: [9] * ((number + int(name, 36)) % (K + 1)),
-    "too many": lambda number, name, position: [11] * (3 * K),
     "minus one": lambda number, name, position: [-1] * K,
     "minus one inside": lambda number, name, position: [5, -1, 5, 5],
-    "past the vocabulary": lambda number, name, position: [512, 10**6, 2**31, 2**40],
-    "very negative": lambda number, name, position: [-(2**40), -5, 3, 3],
 }
 
 
@@ -135,6 +132,15 @@ def test_bad_drafts_change_nothing(twins: Any, draft_with: Any, name: str) -> No
     draft_with(lambda number, request, position: BAD[name](number, str(number), position))
     params = [greedy(12), greedy(12, frequency_penalty=1.0), greedy(12, logprobs=1)]
     twins.check(PROMPTS, params, drafts=False)
+
+
+def test_drafts_past_every_limit(twins: Any, draft_with: Any) -> None:
+    """Catches trust in a drafter to stop: at max_tokens, or at the limit a request has set."""
+    draft_with(replay(twins, PROMPTS, greedy()))
+    capped = {"speculators_ext_max_drafts": 1}
+    params = [greedy(2), greedy(5), greedy(7, extra_args=capped)]
+    got = twins.check(PROMPTS, params)
+    assert [len(output.outputs[0].token_ids) for output in got] == [2, 5, 7]
 
 
 def test_wrong_drafts_are_all_refused(twins: Any, draft_with: Any) -> None:

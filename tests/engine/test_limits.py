@@ -32,7 +32,7 @@ def greedy(max_tokens: int = 24, **options: Any) -> SamplingParams:
 
 
 def as_json(max_tokens: int = 48) -> SamplingParams:
-    grammar = StructuredOutputsParams(json=SCHEMA, disable_any_whitespace=True)
+    grammar = StructuredOutputsParams(json=SCHEMA)
     return greedy(max_tokens, structured_outputs=grammar, ignore_eos=False)
 
 
@@ -58,7 +58,7 @@ def test_choice_and_regex(twins: Any) -> None:
         greedy(20, structured_outputs=StructuredOutputsParams(**kind), ignore_eos=False)
         for kind in grammars
     ]
-    got = twins.check(PROMPTS[:2], params)
+    got = twins.check(PROMPTS[:2], params, drafts=False)
     assert got[0].outputs[0].text in grammars[0]["choice"]
     assert len(got[1].outputs[0].text) == 6
 

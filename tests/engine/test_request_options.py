@@ -59,7 +59,8 @@ def test_each_request_has_its_own_limit(twins: Any, drafted: dict[str, list[int]
 def test_no_drafts_at_all(twins: Any, drafted: dict[str, list[int]]) -> None:
     """Catches a step that needs at least one draft somewhere."""
     before = twins.clasp.counters()["num_draft_tokens"]
-    twins.check([PROMPT] * 3, [greedy(enabled=0), greedy(max_drafts=0), greedy(enabled="false")])
+    params = [greedy(enabled=0), greedy(max_drafts=0), greedy(enabled="false")]
+    twins.check([PROMPT] * 3, params, drafts=False)
     assert {count for row in drafted.values() for count in row} == {0}
     assert twins.clasp.counters()["num_draft_tokens"] == before
 
