@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 DEPTH = 4
 NUM_LAYERS = 30
-TUNING_PROMPTS = 6  # the first ones choose the fixed sets; the ones after them measure
+TUNING_PROMPTS = 2  # the first ones choose the fixed sets; the ones after them measure
 console = Console()
 
 
@@ -54,7 +54,7 @@ def fixed_set_score(model: Any, tokenizer: Any, texts: list[str]) -> Callable[[S
     layers = list(model.model.layers)
     with torch.inference_mode():
         batches = [tokenizer(text, return_tensors="pt").input_ids for text in texts]
-        batches = [model.generate(ids, max_new_tokens=64, do_sample=False) for ids in batches]
+        batches = [model.generate(ids, max_new_tokens=48, do_sample=False) for ids in batches]
         expected = [model(ids, use_cache=False).logits.argmax(-1) for ids in batches]
 
     def score(skipped: SkipSet) -> float:
@@ -64,7 +64,7 @@ def fixed_set_score(model: Any, tokenizer: Any, texts: list[str]) -> Callable[[S
         model.config.num_hidden_layers = len(model.model.layers)
         with torch.inference_mode():
             same = [
-                (model(ids, use_cache=False).logits.argmax(-1) == want)[0, -64:].float().mean()
+                (model(ids, use_cache=False).logits.argmax(-1) == want)[0, -48:].float().mean()
                 for ids, want in zip(batches, expected, strict=True)
             ]
         model.model.layers = torch.nn.ModuleList(layers)
@@ -82,13 +82,18 @@ def best_fixed_sets(
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     score = fixed_set_score(model, tokenizer, chat(texts, tokenizer))
+    alone = {
+        unit: score((unit,))
+        for unit in track(range(NUM_LAYERS), "one layer at a time", console=console)
+    }
+    ranked = sorted(alone, key=lambda unit: -alone[unit])
     found = {}
     for count in track(counts, "searching fixed sets", console=console):
-        start = evenly_spread(NUM_LAYERS, count)
+        starts = [tuple(sorted(ranked[:count])), evenly_spread(NUM_LAYERS, count)]
         result = search_fixed_set(
-            score, NUM_LAYERS, count, starts=[start], max_evaluations=evaluations, seed=0
+            score, NUM_LAYERS, count, starts=starts, max_evaluations=evaluations, seed=0
         )
         found[count] = result.skip_set
     return found
@@ -211,9 +216,9 @@ def show(rows: list[dict[str, Any]], title: str) -> None:
 
 
 def main(
-    num_prompts: Annotated[int, typer.Option(help="Held-out prompts a row.")] = 24,
-    max_tokens: Annotated[int, typer.Option(help="Tokens generated a prompt.")] = 64,
-    evaluations: Annotated[int, typer.Option(help="Evaluations of each fixed-set search.")] = 120,
+    num_prompts: Annotated[int, typer.Option(help="Held-out prompts a row.")] = 16,
+    max_tokens: Annotated[int, typer.Option(help="Tokens generated a prompt.")] = 48,
+    evaluations: Annotated[int, typer.Option(help="Evaluations of each fixed-set search.")] = 16,
     skip: Annotated[str, typer.Option(help="Numbers of skipped layers.")] = "6,9,12,15",
     windows: Annotated[str, typer.Option(help="search_window values of CLaSp rows.")] = "1,4",
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "bfloat16",
