@@ -46,6 +46,8 @@ def _generate(switch: str) -> tuple[list, str]:
         "SPECULATORS_EXT_CPU_V2": switch,
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_KVCACHE_SPACE": "1",
+        # Two OpenMP threads that spin for one busy core take minutes over these few tokens.
+        "OMP_NUM_THREADS": "1",
     }
     env.pop("TRITON_INTERPRET", None)
     done = subprocess.run(
