@@ -35,6 +35,8 @@ DEPTH = 4
 NUM_LAYERS = 30
 TUNING_PROMPTS = 2  # the first ones choose the fixed sets; the ones after them measure
 console = Console()
+# What a server's worker has on two cores; two threads beside other work would spin on each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def chat(texts: list[str], tokenizer: Any) -> list[str]:
