@@ -70,7 +70,9 @@ def test_signal_to_the_command_ends_its_server(tmp_path, number):
     """Catches `timeout` or Ctrl-C ending the command and leaving the server on the machine."""
     log, port = tmp_path / "log", free_port()
     script = (
-        "import sys, time; from pathlib import Path\n"
+        "import signal, sys, time; from pathlib import Path\n"
+        # A job in the background of a script inherits SIGINT ignored.
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "from speculators_ext.cli.server import running_server\n"
         f"command = [sys.executable, '-c', {ANSWERS!r}, '{port}']\n"
         f"with running_server(command, {port}, Path({str(log)!r}), name='s') as server:\n"
