@@ -99,6 +99,10 @@ class Engines:
 
     def get(self, speculative: dict[str, Any] | None = None, **changes: Any) -> Engine:
         key = json.dumps([speculative, changes], sort_keys=True, default=repr)
+        if not self._built:
+            # vLLM makes a process's expert group with its first model, or never.
+            mixtral = {"model": "tiny-mixtral"}
+            self._built[json.dumps([None, mixtral])] = self._start(None, mixtral)
         if key not in self._built:
             self._built[key] = self._start(speculative, changes)
         return self._built[key]
