@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 # Set before vLLM is imported: its engine core must live in this process to be looked into.
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+# vLLM binds an engine in process to one core; more threads would only spin on it.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 K = 4
 MAX_MODEL_LEN = 384
@@ -108,8 +110,10 @@ class Engines:
         return self._built[key]
 
     def _start(self, speculative: dict[str, Any] | None, changes: dict[str, Any]) -> Engine:
+        import torch
         from vllm import LLM
 
+        torch.set_num_threads(1)  # where torch was loaded before this file
         defaults = {
             "model": "tiny-llama",
             "dtype": "float32",
