@@ -25,7 +25,6 @@ class BlockLayout(NamedTuple):
 
     ``key_order`` / ``value_order``: [block_size * head_size] int64; entry ``offset * head_size +
     dim`` is the element's place in the head's half of the block.
-    ``strided``: the orders as (shape, stride) pairs of an equivalent view, where one was found.
     """
 
     block_size: int
