@@ -66,9 +66,9 @@ class Probe:
         self._full_rows.append(rows[stack.num_units - 1])
         return result
 
-    def _watched_search(self, rows: Any) -> None:
+    def _watched_search(self, rows: Any, req_ids: Any) -> None:
         self._full_rows.clear()
-        self._run(rows)
+        self._run(rows, req_ids)
         self.kept.append(set(self._search._sets))
         states = torch.cat(self._full_rows)
         walk = self._search._walk

@@ -126,12 +126,15 @@ class SkipSearch:
         out = frozenset(skipped)
         return tuple(unit for unit in range(self._walk.num_units) if unit not in out)
 
-    def search(self, rows: SearchRows) -> None:
-        """Find a set for these requests: together, or one for each in ``per_request`` grouping."""
+    def search(self, rows: SearchRows, req_ids: Sequence[str]) -> None:
+        """Find a set for ``req_ids``: together, or one for each in ``per_request`` grouping.
+
+        Together, ``rows`` may be those of some of the requests only.
+        """
         self._age = 0
         if self._config.grouping == "batch":
             found = self._solve(rows, self._set_of(rows.req_ids[0]))
-            self._sets = dict.fromkeys(rows.req_ids, found)
+            self._sets = dict.fromkeys(req_ids, found)
             return
         for req_id in dict.fromkeys(rows.req_ids):
             own = [row for row, name in enumerate(rows.req_ids) if name == req_id]
