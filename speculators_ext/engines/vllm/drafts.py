@@ -25,6 +25,10 @@ class RaggedDraftTokensHandler(DraftTokensHandler):
     before the drafts exist, so there the stock handler is right.
     """
 
+    def __init__(self, device: torch.device | None = None) -> None:
+        super().__init__(device)
+        self._rows: list[list[int]] = []
+
     def set_draft_tokens(self, input_batch: InputBatch, draft_tokens: torch.Tensor) -> None:
         """Keep the drafts of this step.
 
@@ -33,7 +37,7 @@ class RaggedDraftTokensHandler(DraftTokensHandler):
             draft_tokens: [num_reqs, K] int64, ``UNUSED_DRAFT`` in the unused tail of a row.
         """
         self.req_ids = input_batch.req_ids
-        self._rows: list[list[int]] = [_trim(row) for row in draft_tokens.tolist()]
+        self._rows = [_trim(row) for row in draft_tokens.tolist()]
 
     def get_draft_tokens(self) -> DraftTokenIds | None:
         """The drafts of the last step, one list of 0 to K ids a request."""

@@ -30,9 +30,9 @@ def _register() -> None:
 
 
 def _speed_up_cpu_runner() -> None:
-    from speculators_ext.engines.vllm import cpu
+    from speculators_ext.engines.vllm.cpu import install_overrides
 
-    getattr(cpu, "install_overrides", lambda: None)()
+    install_overrides()
 
 
 def _describe(failed: list[hooks.HookStatus]) -> str:
