@@ -2,7 +2,9 @@
 
 The CPU kernels store a block's keys transposed, pair-interleaved for AMX, and so on. Instead of a
 table of layouts, the layout is learned once: a scratch block is filled through vLLM's own writer
-with values that spell each element's index, and what stands where is read back.
+with values that spell each element's index, and what stands where is read back. Every layout seen
+is a reordering of digits of the index (a transpose, pairs interleaved, tiles), so a block is read
+as one strided copy; a layout that is not falls back to an index.
 """
 
 from __future__ import annotations
@@ -20,17 +22,27 @@ _BASE = 8
 """Digits 0..7 are exact in every cache dtype, fp8 included."""
 
 
+class Strides(NamedTuple):
+    """A permutation as a view: ``sizes`` multiply to the block's elements, first varies slowest."""
+
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
 class BlockLayout(NamedTuple):
     """Where the elements of one head of one block lie.
 
     ``key_order`` / ``value_order``: [block_size * head_size] int64; entry ``offset * head_size +
-    dim`` is the element's place in the head's half of the block.
+    dim`` is the element's place in the head's half of the block. ``key_strides`` /
+    ``value_strides``: the same as a view, None where no view has that order.
     """
 
     block_size: int
     head_size: int
     key_order: torch.Tensor
     value_order: torch.Tensor
+    key_strides: Strides | None = None
+    value_strides: Strides | None = None
 
 
 def learn_layout(
@@ -65,7 +77,15 @@ def learn_layout(
         scale *= _BASE
     key_places, value_places = places[:count], places[count:]
     key_order, value_order = _invert(key_places), _invert(value_places)
-    return BlockLayout(block_size, head_size, key_order, value_order)
+    sizes = (block_size, head_size)
+    return BlockLayout(
+        block_size,
+        head_size,
+        key_order,
+        value_order,
+        as_strides(key_order, sizes),
+        as_strides(value_order, sizes),
+    )
 
 
 def _invert(places: torch.Tensor) -> torch.Tensor:
@@ -73,6 +93,42 @@ def _invert(places: torch.Tensor) -> torch.Tensor:
     if not torch.equal(places[order], torch.arange(places.numel())):
         raise RuntimeError("the KV cache of this backend is not a permutation of its elements")
     return order
+
+
+def as_strides(order: torch.Tensor, sizes: tuple[int, ...]) -> Strides | None:
+    """The view that has this order, found by giving every prime factor of the sizes a stride.
+
+    Args:
+        order: [prod(sizes)] int64, a permutation.
+        sizes: of the plain, row-major index that ``order`` is indexed by.
+
+    Returns:
+        The view with adjacent factors merged, or None where the order is no view.
+    """
+    factors = [factor for size in sizes for factor in _prime_factors(size)]
+    merged: list[tuple[int, int]] = []
+    rest = order.numel()
+    for factor in factors:
+        rest //= factor
+        stride = int(order[rest])
+        if merged and merged[-1][1] == factor * stride:
+            factor *= merged.pop()[0]
+        merged.append((factor, stride))
+    view = Strides(tuple(size for size, _ in merged), tuple(stride for _, stride in merged))
+    places = torch.zeros(1, dtype=torch.int64)
+    for size, stride in zip(*view, strict=True):
+        places = (places.unsqueeze(-1) + stride * torch.arange(size)).view(-1)
+    return view if torch.equal(places, order) else None
+
+
+def _prime_factors(number: int) -> list[int]:
+    factors, factor = [], 2
+    while number > 1:
+        while number % factor == 0:
+            factors.append(factor)
+            number //= factor
+        factor += 1
+    return factors
 
 
 def read_prefix(
@@ -95,15 +151,47 @@ def read_prefix(
         Two tensors [num_kv_heads, stop - start, head_size] in the cache's dtype.
     """
     first_block = start // layout.block_size
-    blocks = block_table[first_block : -(-stop // layout.block_size)].long()
-    num_heads = kv_cache.shape[1]
-    gathered = kv_cache[blocks].view(len(blocks), num_heads, 2, -1)
+    blocks = block_table[first_block : -(-stop // layout.block_size)].tolist()
+    halves = kv_cache.view(*kv_cache.shape[:2], 2, -1)
     begin = start - first_block * layout.block_size
+    keys = _read_blocks(halves[:, :, 0], blocks, layout, layout.key_order, layout.key_strides)
+    values = _read_blocks(halves[:, :, 1], blocks, layout, layout.value_order, layout.value_strides)
     length = stop - start
-    sides = []
-    for side, order in enumerate((layout.key_order, layout.value_order)):
-        flat = gathered[:, :, side].index_select(-1, order)
-        rows = flat.view(len(blocks), num_heads, layout.block_size, layout.head_size)
-        rows = rows.transpose(0, 1).reshape(num_heads, -1, layout.head_size)
-        sides.append(rows[:, begin : begin + length])
-    return sides[0], sides[1]
+    return keys[:, begin : begin + length], values[:, begin : begin + length]
+
+
+def _read_blocks(
+    half: torch.Tensor,
+    blocks: list[int],
+    layout: BlockLayout,
+    order: torch.Tensor,
+    view: Strides | None,
+) -> torch.Tensor:
+    """Blocks of one half of the cache, [num_blocks, heads, elements], as [heads, n, head_size]."""
+    num_heads, size = half.shape[1], layout.block_size
+    out = half.new_empty(num_heads, len(blocks) * size, layout.head_size)
+    for place, block in enumerate(blocks):
+        rows, packed = out[:, place * size : (place + 1) * size], half[block]
+        if view is None:
+            rows.copy_(packed.index_select(-1, order).view(rows.shape))
+        else:
+            _strided_copy(rows, packed, view)
+    return out
+
+
+def _strided_copy(rows: torch.Tensor, packed: torch.Tensor, view: Strides) -> None:
+    """Copy one block: rows [heads, block_size, head_size] from packed [heads, elements]."""
+    pair = 2 if packed.element_size() == 2 else 1
+    if pair > 1 and view.sizes[-1] % pair == 0 and view.strides[-1] == 1:
+        # AMX keeps keys in pairs; moved as one word each they take half the time.
+        whole = (*view.strides[:-1], packed.stride(0), packed.storage_offset())
+        if all(stride % pair == 0 for stride in whole):
+            rows, packed = rows.view(torch.int32), packed.view(torch.int32)
+            sizes = (*view.sizes[:-1], view.sizes[-1] // pair)
+            strides = (*(stride // pair for stride in view.strides[:-1]), 1)
+            view = Strides(sizes, strides)
+    heads = packed.shape[0]
+    source = packed.as_strided(
+        (heads, *view.sizes), (packed.stride(0), *view.strides), packed.storage_offset()
+    )
+    rows.view(heads, *view.sizes).copy_(source)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
 
 from speculators_ext.engines.vllm.kv_layout import BlockLayout, learn_layout, read_prefix
-from speculators_ext.kernels.packed_attention_ref import packed_attention_ref
+from speculators_ext.kernels.packed_attention_ref import packed_attention_fused
 
 if TYPE_CHECKING:
     import torch
@@ -102,7 +102,7 @@ class _PackedRowsCPUImpl(PackedRowsImpl, CPUAttentionBackendImpl):
             if self.is_fp8_kv_cache:
                 keys = keys.to(query.dtype) * layer._k_scale_float
                 values = values.to(query.dtype) * layer._v_scale_float
-            output[own] = packed_attention_ref(
+            output[own] = packed_attention_fused(
                 query[own], key[own], value[own], keys, values, self.scale, self.logits_soft_cap
             )
         return output
