@@ -1,0 +1,56 @@
+"""What launchers of tree kernels ask of trees, noise and rows of the vocabulary."""
+
+from __future__ import annotations
+
+import torch
+
+from speculators_ext.kernels.checks import check_placement, require
+
+__all__ = ["check_per_row", "check_tree", "check_vocab_rows"]
+
+_MAX_NODES = 4096  # of a request: a program holds them all in registers
+
+
+def check_tree(
+    tokens: torch.Tensor,
+    parents: torch.Tensor,
+    cu_nodes: torch.Tensor,
+    max_nodes: int,
+    max_depth: int,
+) -> None:
+    """Shapes, dtypes and places of a batch of trees."""
+    for name, tensor, dtype in (
+        ("tokens", tokens, torch.int64),
+        ("parents", parents, torch.int32),
+        ("cu_nodes", cu_nodes, torch.int32),
+    ):
+        require(tensor.dim() == 1, f"dims of {name}", 1, tensor.dim())
+        require(tensor.dtype == dtype, f"{name} dtype", dtype, tensor.dtype)
+    require(parents.shape == tokens.shape, "parents", tokens.shape[0], parents.shape[0])
+    require(cu_nodes.shape[0] > 0, "cu_nodes", "at least 1", cu_nodes.shape[0])
+    require(0 < max_nodes <= _MAX_NODES, "max_nodes", f"1 to {_MAX_NODES}", max_nodes)
+    require(max_depth >= 0, "max_depth", "at least 0", max_depth)
+    given = {"tokens": tokens, "parents": parents, "cu_nodes": cu_nodes}
+    check_placement(given, tokens.device)
+
+
+def check_per_row(
+    given: dict[str, torch.Tensor], length: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Each tensor is [length] of the dtype, on the device."""
+    for name, tensor in given.items():
+        require(tensor.shape == (length,), f"{name} shape", (length,), tuple(tensor.shape))
+        require(tensor.dtype == dtype, f"{name} dtype", dtype, tensor.dtype)
+    check_placement(given, device)
+
+
+def check_vocab_rows(given: dict[str, torch.Tensor], num_rows: int, device: torch.device) -> None:
+    """Each tensor is [num_rows, V] floats of one V, on the device."""
+    floats = (torch.float32, torch.float16, torch.bfloat16)
+    vocab_sizes = {tensor.shape[-1] for tensor in given.values()}
+    require(len(vocab_sizes) == 1, f"vocabulary of {' and '.join(given)}", "one", vocab_sizes)
+    for name, tensor in given.items():
+        expected, got = (num_rows, *vocab_sizes), tuple(tensor.shape)
+        require(got == expected, f"{name} shape", expected, got)
+        require(tensor.dtype in floats, f"{name} dtype", floats, tensor.dtype)
+    check_placement(given, device)
