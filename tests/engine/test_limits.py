@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("vllm")
 from vllm import SamplingParams
@@ -137,3 +138,40 @@ def test_a_thinking_budget_inside_drafts(make_twins: Any) -> None:
     for output, budget in zip(got, budgets, strict=True):
         made = list(output.outputs[0].token_ids)
         assert made[budget : budget + len(end)] == end
+
+
+def test_reasoning_that_ends_inside_drafts(make_twins: Any, twins: Any) -> None:
+    """Catches a grammar that starts late, or judges thoughts, where drafts cross their end."""
+    from vllm.reasoning import ReasoningParserManager
+    from vllm.reasoning.basic_parsers import BaseThinkingReasoningParser
+
+    (free,) = twins.plain.remembered(PROMPTS[:1], greedy())
+    thoughts = list(free.outputs[0].token_ids)
+    end = next(i for i in range(4, 20) if thoughts.index(thoughts[i]) == i)
+    names = twins.plain.llm.get_tokenizer().convert_ids_to_tokens([thoughts[end], 5])
+
+    class Parser(BaseThinkingReasoningParser):
+        end_token, start_token = names
+
+    ReasoningParserManager._register_module(Parser, "ends-inside-drafts", force=True)
+    structured = {"backend": "xgrammar", "disable_any_whitespace": True}
+    twins = make_twins(
+        alike={"structured_outputs_config": structured | {"reasoning_parser": "ends-inside-drafts"}}
+    )
+    (got,) = twins.check(PROMPTS[:1], as_json(end + 48))
+    made = list(got.outputs[0].token_ids)
+    assert made[: end + 1] == thoughts[: end + 1]
+    text = twins.clasp.llm.get_tokenizer().decode(made[end + 1 :], skip_special_tokens=True)
+    assert set(json.loads(text)) == {"ok", "kind"}
+
+
+@pytest.mark.skipif(
+    not torch.cpu._is_avx512_supported(), reason="vLLM's fp8 caches need AVX-512 on CPUs"
+)
+@pytest.mark.parametrize("kind", ["fp8_e4m3", "fp8_e5m2"])
+def test_a_quantised_cache(make_twins: Any, kind: str) -> None:
+    """Catches a layer search that reads fp8 bytes as they stand, or ends the engine over them."""
+    twins = make_twins({"search_window": 4}, alike={"kv_cache_dtype": kind})
+    prompts = [tokens(length, start=length) for length in (3, 31, 70)]
+    twins.check(prompts, greedy(32))
+    assert twins.clasp.speculator._search.searches

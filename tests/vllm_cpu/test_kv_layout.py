@@ -17,15 +17,18 @@ if TYPE_CHECKING:
 NUM_BLOCKS, NUM_HEADS = 6, 3
 
 
-def vllm_writer(isa: str) -> Writer:
+def vllm_writer(isa: str, kv_cache_dtype: str = "auto") -> Writer:
     """vLLM's own writer of one instruction set."""
     from vllm import _custom_ops as ops
 
     def write(
         key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor
     ) -> None:
-        halves = cache.view(*cache.shape[:2], 2 * cache.shape[2], -1).chunk(2, dim=2)
-        ops.cpu_attn_reshape_and_cache(key, value, *halves, slots, isa)
+        stored = cache.view(torch.uint8) if cache.element_size() == 1 else cache
+        halves = stored.view(*cache.shape[:2], 2 * cache.shape[2], -1).chunk(2, dim=2)
+        ops.cpu_attn_reshape_and_cache(
+            key, value, *halves, slots, isa, kv_cache_dtype=kv_cache_dtype
+        )
 
     return write
 
@@ -46,23 +49,31 @@ def shuffling_writer(order: torch.Tensor) -> Writer:
     return write
 
 
-def check_reads_back(write: Writer, dtype: torch.dtype, block_size: int, head_size: int) -> None:
+def check_reads_back(
+    write: Writer,
+    dtype: torch.dtype,
+    block_size: int,
+    head_size: int,
+    cache_dtype: torch.dtype | None = None,
+) -> None:
     """What was written at scattered blocks comes back by position, from any start."""
     generator = torch.Generator().manual_seed(0)
-    cache = torch.full((NUM_BLOCKS, NUM_HEADS, block_size, 2 * head_size), 9.0, dtype=dtype)
+    shape = (NUM_BLOCKS, NUM_HEADS, block_size, 2 * head_size)
+    cache = torch.full(shape, 9.0).to(cache_dtype or dtype)
     layout = learn_layout(cache, write, dtype)
     length = 2 * block_size + block_size // 2 + 1
-    key, value = torch.randn(
-        2, length, NUM_HEADS, head_size, generator=generator, dtype=torch.float32
-    ).to(dtype)
+    # Small integers, which every cache dtype holds exactly.
+    key, value = torch.randint(-8, 9, (2, length, NUM_HEADS, head_size), generator=generator).to(
+        dtype
+    )
     table = torch.tensor([4, 1, 3], dtype=torch.int32)
     positions = torch.arange(length)
     slots = table[positions // block_size].long() * block_size + positions % block_size
     write(key, value, cache, slots)
     for start in (0, 1, block_size, block_size + 3):
         keys, values = read_prefix(cache, layout, table, start, length)
-        assert torch.equal(keys, key[start:].transpose(0, 1))
-        assert torch.equal(values, value[start:].transpose(0, 1))
+        assert torch.equal(keys.to(dtype), key[start:].transpose(0, 1))
+        assert torch.equal(values.to(dtype), value[start:].transpose(0, 1))
 
 
 @pytest.mark.parametrize(
@@ -89,6 +100,19 @@ def test_vllm_caches_read_back(
 ) -> None:
     """A transposed, tiled or paired element read from the wrong place."""
     check_reads_back(vllm_writer(isa), dtype, block_size, head_size)
+
+
+@pytest.mark.skipif(
+    not torch.cpu._is_avx512_supported(), reason="vLLM's fp8 caches need AVX-512 on CPUs"
+)
+@pytest.mark.parametrize(
+    ("name", "stored"), [("fp8_e4m3", torch.float8_e4m3fn), ("fp8_e5m2", torch.float8_e5m2)]
+)
+def test_fp8_caches_read_back(name: str, stored: torch.dtype) -> None:
+    """Bytes taken for numbers, or for those of the other fp8 format."""
+    isa = "amx" if torch.cpu._is_amx_tile_supported() else "vec"
+    write = vllm_writer(isa, name)
+    check_reads_back(write, torch.bfloat16, 32, 64, cache_dtype=stored)
 
 
 def test_a_packing_that_is_no_view_reads_back() -> None:

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
+import torch
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
 
 from speculators_ext.engines.vllm.kv_layout import BlockLayout, learn_layout, read_prefix
 from speculators_ext.kernels.packed_attention_ref import packed_attention_fused
-
-if TYPE_CHECKING:
-    import torch
 
 __all__ = [
     "PackedRows",
@@ -91,6 +90,7 @@ class _PackedRowsCPUImpl(PackedRowsImpl, CPUAttentionBackendImpl):
                 layer, query, key, value, kv_cache, attn_metadata, output,
                 output_scale, output_block_scale,
             )  # fmt: skip
+        kv_cache = self._as_numbers(kv_cache)
         if self._layout is None:
             self._layout = self._learn_layout(layer, kv_cache, key.dtype)
         for row, own in enumerate(attn_metadata.row_slices(query.shape[0])):
@@ -107,11 +107,23 @@ class _PackedRowsCPUImpl(PackedRowsImpl, CPUAttentionBackendImpl):
             )
         return output
 
+    def _as_numbers(self, kv_cache: torch.Tensor) -> torch.Tensor:
+        """The cache in the dtype of its elements: vLLM keeps fp8 ones as bytes."""
+        if kv_cache.dtype != torch.uint8:
+            return kv_cache
+        e5m2 = self.kv_cache_dtype == "fp8_e5m2"
+        return kv_cache.view(torch.float8_e5m2 if e5m2 else torch.float8_e4m3fn)
+
     def _learn_layout(self, layer: Any, kv_cache: torch.Tensor, dtype: torch.dtype) -> BlockLayout:
+        # The scales of a quantised cache would turn the probe's digits into other numbers.
+        unscaled: Any = SimpleNamespace(isa=layer.isa, _k_scale_float=1.0, _v_scale_float=1.0)
+
         def write(
             key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor
         ) -> None:
-            self.do_kv_cache_update(layer, key, value, cache, slots)
+            # vLLM's writer takes quantised elements as bytes.
+            stored = cache.view(torch.uint8) if cache.element_size() == 1 else cache
+            self.do_kv_cache_update(unscaled, key, value, stored, slots)
 
         return learn_layout(kv_cache, write, dtype)
 
