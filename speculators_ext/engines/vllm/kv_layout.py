@@ -21,6 +21,9 @@ __all__ = ["BlockLayout", "learn_layout", "read_prefix"]
 _BASE = 8
 """Digits 0..7 are exact in every cache dtype, fp8 included."""
 
+_FEW = 16
+"""Up to so many positions are picked one by one; more are read with their whole blocks."""
+
 
 class Strides(NamedTuple):
     """A permutation as a view: ``sizes`` multiply to the block's elements, first varies slowest."""
@@ -154,6 +157,13 @@ def read_prefix(
     blocks = block_table[first_block : -(-stop // layout.block_size)].tolist()
     halves = kv_cache.view(*kv_cache.shape[:2], 2, -1)
     begin = start - first_block * layout.block_size
+    if stop - start <= _FEW and len(blocks) == 1:
+        span = slice(begin * layout.head_size, (begin + stop - start) * layout.head_size)
+        block = halves[blocks[0]]
+        keys = block[:, 0].index_select(-1, layout.key_order[span])
+        values = block[:, 1].index_select(-1, layout.value_order[span])
+        shape = (block.shape[0], stop - start, layout.head_size)
+        return keys.view(shape), values.view(shape)
     keys = _read_blocks(halves[:, :, 0], blocks, layout, layout.key_order, layout.key_strides)
     values = _read_blocks(halves[:, :, 1], blocks, layout, layout.value_order, layout.value_strides)
     length = stop - start

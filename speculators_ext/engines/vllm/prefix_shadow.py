@@ -1,0 +1,106 @@
+"""Keys and values of a request's prefix in plain order, kept beside vLLM's packed CPU cache.
+
+Attention of our own reads the whole prefix in every layer of every step. Unpacking it anew each
+time costs as much as the attention; here a step unpacks only the positions it has not seen.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from speculators_ext.engines.vllm.kv_layout import read_prefix
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Sequence
+
+    import torch
+
+    from speculators_ext.engines.vllm.kv_layout import BlockLayout
+
+__all__ = ["PrefixShadow"]
+
+_ROOM = 128
+"""Positions a copy grows by."""
+
+
+class _Copy(NamedTuple):
+    """One request's keys and values in one layer, [num_kv_heads, room, head_size] each."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    seen: int
+
+
+class PrefixShadow:
+    """Plain copies by owner (a request) and layer.
+
+    The copy doubles the cache of the requests in it: drop an owner when its request leaves the
+    batch. Positions once copied must not change in the cache, as those of verified tokens do not.
+    """
+
+    def __init__(self) -> None:
+        self._copies: dict[Hashable, dict[str, _Copy]] = {}
+
+    def keep_only(self, owners: Sequence[Hashable]) -> None:
+        """Drop the copies of all other owners."""
+        present = set(owners)
+        for owner in [o for o in self._copies if o not in present]:
+            del self._copies[owner]
+
+    def drop(self, owner: Hashable) -> None:
+        """Forget a request that ended, or whose cache was given up."""
+        self._copies.pop(owner, None)
+
+    def rows(
+        self,
+        owner: Hashable,
+        layer_name: str,
+        kv_cache: torch.Tensor,
+        layout: BlockLayout,
+        block_table: torch.Tensor,
+        prefix_len: int,
+        extra: int,
+        convert: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The prefix of one request in one layer, with room behind it.
+
+        Args:
+            owner: whose prefix it is.
+            layer_name: whose cache it is.
+            kv_cache: [num_blocks, num_kv_heads, block_size, 2 * head_size], as packed.
+            layout: how it is packed.
+            block_table: [max_blocks] int32, the owner's blocks.
+            prefix_len: positions of the prefix.
+            extra: rows left free behind it, for the caller's own keys and values.
+            convert: makes stored keys and values computable (fp8 to the query's dtype).
+
+        Returns:
+            Keys and values [num_kv_heads, prefix_len + extra, head_size], views of the copy.
+        """
+        layers = self._copies.setdefault(owner, {})
+        copy = layers.get(layer_name)
+        seen = min(copy.seen, prefix_len) if copy else 0
+        length = prefix_len + extra
+        # A prefix that shrank is cut too: the caller's rows overwrite what stood behind it.
+        if copy is None or copy.seen != prefix_len or copy.keys.shape[1] < length:
+            fresh = convert(*read_prefix(kv_cache, layout, block_table, seen, prefix_len))
+            copy = layers[layer_name] = _extended(copy, seen, fresh, length)
+        return copy.keys[:, :length], copy.values[:, :length]
+
+
+def _extended(
+    copy: _Copy | None, seen: int, fresh: tuple[torch.Tensor, torch.Tensor], length: int
+) -> _Copy:
+    """``copy`` with the fresh positions behind the ``seen`` ones and room for ``length``."""
+    until = seen + fresh[0].shape[1]
+    sides = []
+    for side, new in enumerate(fresh):
+        kept = copy[side] if copy else new[:, :0]
+        if kept.shape[1] < length:
+            room = -(-length // _ROOM) * _ROOM
+            grown = new.new_empty(new.shape[0], room, new.shape[2])
+            grown[:, :seen] = kept[:, :seen]
+            kept = grown
+        kept[:, seen:until] = new
+        sides.append(kept)
+    return _Copy(sides[0], sides[1], until)
