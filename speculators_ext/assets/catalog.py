@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from speculators_ext.assets import smollm2, tiny, tiny_derived
+from speculators_ext.assets import smollm2, tiny, tiny_derived, tiny_heads
 from speculators_ext.assets.tiny_specs import SPECS
 
 if TYPE_CHECKING:
@@ -49,6 +49,18 @@ def _catalog() -> dict[str, Asset]:
             "tiny-llama with int8 weights and activations (compressed-tensors)",
             tiny_derived.source,
             tiny_derived.build_w8a8_into,
+        ),
+        Asset(
+            tiny_heads.EAGLE,
+            "an EAGLE head for tiny-llama, made by rule",
+            tiny_heads.source,
+            tiny_heads.build_eagle_into,
+        ),
+        Asset(
+            tiny_heads.EAGLE3,
+            "an EAGLE-3 head for tiny-llama with half its vocabulary, made by rule",
+            tiny_heads.source,
+            tiny_heads.build_eagle3_into,
         ),
     ]
     return {asset.name: asset for asset in assets}

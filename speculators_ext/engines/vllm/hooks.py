@@ -259,9 +259,13 @@ def _wrap_init_speculator(original: Callable[..., Any]) -> Callable[..., Any]:
 
         if not is_ours(vllm_config.speculative_config):
             return original(vllm_config, device, req_states)
+        _ragged_next = not vllm_config.scheduler_config.async_scheduling
+        if vllm_config.speculative_config.ext_method == "eagle2":
+            from speculators_ext.engines.vllm.eagle2.speculator import build_eagle2_speculator
+
+            return build_eagle2_speculator(vllm_config, device, req_states)
         from speculators_ext.engines.vllm.speculator import build_speculator
 
-        _ragged_next = not vllm_config.scheduler_config.async_scheduling
         return build_speculator(vllm_config, device, req_states)
 
     return init_speculator
@@ -288,6 +292,10 @@ def _wrap_resolve_model_state_cls(original: Callable[..., Any]) -> Callable[...,
         state_cls = original(vllm_config, model)
         if not is_ours(vllm_config.speculative_config):
             return state_cls
+        if vllm_config.speculative_config.ext_method == "eagle2":
+            from speculators_ext.engines.vllm.eagle2.model_state import with_trees
+
+            return with_trees(state_cls)
         from speculators_ext.engines.vllm.request_options import with_request_options
 
         return with_request_options(state_cls)

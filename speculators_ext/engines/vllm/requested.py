@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from vllm.config.parallel import ParallelConfig
     from vllm.engine.arg_utils import EngineArgs
 
-    from speculators_ext.config import ClaspConfig
+    from speculators_ext.config import Eagle2Config
     from speculators_ext.engines.vllm.spec_config import ExtSpeculativeConfig
 
 __all__ = ["build_speculative_config", "read_request", "refuse_misspelled"]
@@ -33,7 +33,6 @@ _FLAGS = (
     ("--spec-tokens", "spec_tokens", "num_speculative_tokens"),
 )
 
-# What a self-drafting method takes besides its own options.
 _ACCEPTED_KEYS = (
     "method",
     "num_speculative_tokens",
@@ -42,6 +41,8 @@ _ACCEPTED_KEYS = (
     "rejection_sample_method",
     "num_speculative_tokens_per_batch_size",
 )
+# What a method with a draft checkpoint takes besides.
+_CHECKPOINT_KEYS = ("model", "revision", "quantization", "draft_tensor_parallel_size")
 
 
 def read_request(args: EngineArgs) -> dict[str, Any]:
@@ -94,12 +95,19 @@ def build_speculative_config(
     _check_engine(method, args, parallel)
     _check_target(method, target)
     options = parse_method_config(method, request.get("method_config"), target=_target_info(target))
-    _check_skip_unit(options, target)
+    rides = None
+    if method == "eagle2":
+        from speculators_ext.engines.vllm.eagle2.requested import check_eagle2
+
+        rides = check_eagle2(request, cast("Eagle2Config", options), target)
+    else:
+        _check_skip_unit(options, target)
     stock = {k: v for k, v in request.items() if k not in ("method", "method_config")}
     config = ExtSpeculativeConfig(
         **stock,
         ext_method=method,
-        method_config=cast("ClaspConfig", options),
+        method_config=options,
+        rides=rides,
         target_model_config=target,
         target_parallel_config=parallel,
     )
@@ -114,19 +122,21 @@ def build_speculative_config(
 
 
 def _check_keys(method: str, request: dict[str, Any]) -> None:
+    drafts_alone = METHODS[method].drafts_alone
+    accepted = _ACCEPTED_KEYS if drafts_alone else (*_ACCEPTED_KEYS, *_CHECKPOINT_KEYS)
     for key in request:
-        if key in _ACCEPTED_KEYS:
+        if key in accepted:
             continue
         if key == "model":
             raise ConfigError(
                 f"speculative config: 'model' is not used by '{method}', "
                 "the target drafts for itself; remove it"
             )
-        near = difflib.get_close_matches(key, _ACCEPTED_KEYS, n=1)
+        near = difflib.get_close_matches(key, accepted, n=1)
         hint = f"; did you mean '{near[0]}'?" if near else ""
         raise ConfigError(
             f"speculative config: unknown key '{key}' for '{method}'; "
-            f"accepted: {', '.join(_ACCEPTED_KEYS)}{hint}"
+            f"accepted: {', '.join(accepted)}{hint}"
         )
 
 
@@ -202,8 +212,9 @@ def _check_runner(method: str) -> None:
 
 
 def _check_target(method: str, target: ModelConfig) -> None:
+    skips_layers = method == "clasp"
     obstacle = find_obstacle(tuple(target.architectures), target.hf_text_config)
-    if obstacle is not None:
+    if obstacle is not None and skips_layers:
         raise ConfigError(
             f"speculative method '{method}': layers of this target cannot be skipped: {obstacle}; "
             "choose such a target or another method"

@@ -13,7 +13,7 @@ from pydantic import SkipValidation  # noqa: TC002 - pydantic reads the annotati
 from vllm.config.speculative import SpeculativeConfig
 from vllm.config.utils import config as vllm_config_dataclass
 
-from speculators_ext.config import METHODS, ClaspConfig
+from speculators_ext.config import METHODS
 
 if TYPE_CHECKING:
     from vllm.config.model import ModelConfig
@@ -27,12 +27,17 @@ class ExtSpeculativeConfig(SpeculativeConfig):
 
     ext_method: str = "clasp"
     """Which of our methods this is; ``method`` holds the built-in it rides."""
-    method_config: SkipValidation[ClaspConfig] = None  # type: ignore[assignment]
-    """The method's own options, validated before this object is built."""
+    method_config: SkipValidation[Any] = None
+    """The method's own options (its `MethodConfig`), validated before this object is built."""
+    rides: str | None = None
+    """The built-in ridden where the draft checkpoint decides it; None: the method's own."""
 
     def __post_init__(self) -> None:
-        """Let the target draft for itself: its own config stands in for a draft checkpoint's."""
-        self.method = METHODS[self.ext_method].rides  # type: ignore[assignment]
+        """Pin the built-in; a target that drafts for itself stands in for a draft checkpoint."""
+        self.method = self.rides or METHODS[self.ext_method].rides  # type: ignore[assignment]
+        if not METHODS[self.ext_method].drafts_alone:
+            super().__post_init__()
+            return
         self.model = self.target_model_config.model
         self.draft_model_config = _copy_model_config(self.target_model_config)
         self.draft_parallel_config = self.target_parallel_config

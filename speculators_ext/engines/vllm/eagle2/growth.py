@@ -1,0 +1,74 @@
+"""The head as growth sees it: one forward of vLLM's draft model a level, writing no KV."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.forward_context import set_forward_context
+
+from speculators_ext.engines.vllm.eagle2.attention_cpu import DraftLevel
+
+if TYPE_CHECKING:
+    from speculators_ext.proposers.eagle2 import Level
+
+__all__ = ["VllmHead"]
+
+
+class VllmHead:
+    """A round of draft levels of some requests, over vLLM's EAGLE model.
+
+    Args:
+        model: vLLM's draft model.
+        vllm_config: of the engine.
+        block_tables: [R, max_blocks] int32 of the requests that draft, by attention layer.
+        prefix_lens: tokens each request has in the head's cache: the root's position.
+        max_places: nodes a request may run in a round.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        vllm_config: Any,
+        block_tables: dict[str, torch.Tensor],
+        prefix_lens: list[int],
+        max_places: int,
+    ) -> None:
+        self._model = model
+        self._vllm_config = vllm_config
+        self._tables = block_tables
+        self._prefix_lens = prefix_lens
+        self._max_places = max_places
+        self._memory: dict[str, dict[Any, Any]] = {name: {} for name in block_tables}
+        self._last_position = vllm_config.model_config.max_model_len - 1
+        self.draft_to_target = getattr(model, "draft_id_to_target_id", None)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[n, H] -> [n, V_draft], without the detour over the target's vocabulary."""
+        if self.draft_to_target is None:
+            return self._model.compute_logits(hidden)
+        return self._model.logits_processor(self._model.lm_head, hidden)
+
+    def step(self, level: Level) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run a level; token t+1 sits at position t, as EAGLE heads are trained."""
+        counts = torch.bincount(level.requests, minlength=len(self._prefix_lens)).tolist()
+        rows, start = [], 0
+        for count in counts:
+            rows.append(slice(start, start + count))
+            start += count
+        prefix = torch.tensor(self._prefix_lens)[level.requests]
+        positions = (prefix + level.depth - 1).clamp_(max=self._last_position)
+        metadata = {
+            name: DraftLevel(
+                table, self._prefix_lens, rows, level.places, level.sees, self._max_places,
+                self._memory[name],
+            )
+            for name, table in self._tables.items()
+        }  # fmt: skip
+        with set_forward_context(
+            metadata, self._vllm_config, num_tokens=len(level.tokens), slot_mapping={}
+        ):
+            hidden = self._model(
+                input_ids=level.tokens.int(), positions=positions, hidden_states=level.features
+            )
+        return hidden if isinstance(hidden, tuple) else (hidden, hidden)

@@ -1,0 +1,70 @@
+"""What ``eagle2`` refuses before anything is loaded, in one line each."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from speculators_ext.config import ConfigError
+from speculators_ext.engines.vllm.eagle2.head_files import inspect_head
+
+if TYPE_CHECKING:
+    from vllm.config.model import ModelConfig
+
+    from speculators_ext.config import Eagle2Config
+
+__all__ = ["check_eagle2"]
+
+MAX_NODES = 255
+
+
+def check_eagle2(request: dict[str, Any], options: Eagle2Config, target: ModelConfig) -> str:
+    """Check the options against each other, the head and the target.
+
+    Returns:
+        The built-in method the head's format rides: ``eagle`` or ``eagle3``.
+
+    Raises:
+        ConfigError: one line naming the key at fault.
+    """
+    nodes = request["num_speculative_tokens"]
+    if nodes > MAX_NODES:
+        raise ConfigError(
+            f"speculative config: num_speculative_tokens={nodes} is too many nodes for a tree; "
+            f"accepted: an integer from 1 to {MAX_NODES}; lower it"
+        )
+    if nodes > options.num_candidates:
+        raise ConfigError(
+            f"speculative config: num_speculative_tokens={nodes} is more than the "
+            f"{options.num_candidates} nodes that depth={options.depth} and topk={options.topk} "
+            "can grow; lower it, or raise depth or topk in method_config"
+        )
+    for key, accepted in (
+        ("draft_sample_method", "greedy"),
+        ("rejection_sample_method", "standard"),
+    ):
+        if request.get(key, accepted) != accepted:
+            raise ConfigError(
+                f"speculative config: {key}={request[key]!r} is refused, 'eagle2' verifies trees "
+                f"of the likeliest drafts; accepted: {accepted}; remove it"
+            )
+    _check_target(target)
+    model = request.get("model")
+    if not isinstance(model, str) or not model:
+        raise ConfigError(
+            "speculative config: 'model' is missing, 'eagle2' drafts with an EAGLE head; accepted: "
+            "the path or name of an EAGLE, EAGLE-2 or EAGLE-3 checkpoint trained for this target"
+        )
+    return inspect_head(model, request.get("revision"), target)
+
+
+def _check_target(target: ModelConfig) -> None:
+    if target.is_hybrid or target.is_attention_free:
+        raise ConfigError(
+            "speculative method 'eagle2': targets with a recurrent state (Mamba, GDN) are not "
+            "supported, a state has no branches; choose an attention-only target"
+        )
+    if target.is_encoder_decoder:
+        raise ConfigError(
+            "speculative method 'eagle2': encoder-decoder targets are not supported; "
+            "choose a decoder-only target"
+        )
