@@ -65,7 +65,7 @@ OVERRIDES = [
     ),
     (
         "packed_rows.py",
-        "_PackedRowsCPUImpl.forward",
+        "PackedRowsCPUImpl.forward",
         _CPU_ATTN,
         "CPUAttentionBackendImpl.forward",
     ),

@@ -20,6 +20,7 @@ from speculators_ext.kernels.packed_attention_ref import packed_attention_fused
 __all__ = [
     "PackedRows",
     "PackedRowsCPUBackend",
+    "PackedRowsCPUImpl",
     "PackedRowsImpl",
     "can_pack_rows",
     "use_packed_rows_backend",
@@ -67,10 +68,12 @@ class PackedRowsCPUBackend(CPUAttentionBackend):
     @staticmethod
     def get_impl_cls() -> type[CPUAttentionBackendImpl]:
         """The implementation vLLM builds for each layer."""
-        return _PackedRowsCPUImpl
+        return PackedRowsCPUImpl
 
 
-class _PackedRowsCPUImpl(PackedRowsImpl, CPUAttentionBackendImpl):
+class PackedRowsCPUImpl(PackedRowsImpl, CPUAttentionBackendImpl):
+    """vLLM's implementation, which also attends ``PackedRows`` and can read its own cache."""
+
     _layout: BlockLayout | None = None
 
     def forward(
@@ -85,19 +88,18 @@ class _PackedRowsCPUImpl(PackedRowsImpl, CPUAttentionBackendImpl):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        """vLLM's forward, or packed rows against the prefix and themselves."""
         if not isinstance(attn_metadata, PackedRows):
             return super().forward(
                 layer, query, key, value, kv_cache, attn_metadata, output,
                 output_scale, output_block_scale,
             )  # fmt: skip
-        kv_cache = self._as_numbers(kv_cache)
-        if self._layout is None:
-            self._layout = self._learn_layout(layer, kv_cache, key.dtype)
+        kv_cache, layout = self.readable(layer, kv_cache, key.dtype)
         for row, own in enumerate(attn_metadata.row_slices(query.shape[0])):
             prefix_len = attn_metadata.prefix_lens[row]
-            start = max(0, prefix_len + 1 - self.sliding_window) if self.sliding_window > 0 else 0
+            start = self.first_seen(prefix_len)
             keys, values = read_prefix(
-                kv_cache, self._layout, attn_metadata.block_table[row], start, prefix_len
+                kv_cache, layout, attn_metadata.block_table[row], start, prefix_len
             )
             if self.is_fp8_kv_cache:
                 keys = keys.to(query.dtype) * layer._k_scale_float
@@ -106,6 +108,19 @@ class _PackedRowsCPUImpl(PackedRowsImpl, CPUAttentionBackendImpl):
                 query[own], key[own], value[own], keys, values, self.scale, self.logits_soft_cap
             )
         return output
+
+    def readable(
+        self, layer: Any, kv_cache: torch.Tensor, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, BlockLayout]:
+        """The layer's cache in the dtype of its elements, and how it packs a block."""
+        kv_cache = self._as_numbers(kv_cache)
+        if self._layout is None:
+            self._layout = self._learn_layout(layer, kv_cache, dtype)
+        return kv_cache, self._layout
+
+    def first_seen(self, position: int) -> int:
+        """The first position a row at ``position`` attends to."""
+        return max(0, position + 1 - self.sliding_window) if self.sliding_window > 0 else 0
 
     def _as_numbers(self, kv_cache: torch.Tensor) -> torch.Tensor:
         """The cache in the dtype of its elements: vLLM keeps fp8 ones as bytes."""

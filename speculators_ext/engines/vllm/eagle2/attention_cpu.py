@@ -8,81 +8,67 @@ level's memory and never written to the cache.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
-from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
 
-from speculators_ext.engines.vllm.kv_layout import BlockLayout, learn_layout, read_prefix
+from speculators_ext.engines.vllm.packed_rows import PackedRowsCPUBackend, PackedRowsCPUImpl
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from speculators_ext.engines.vllm.eagle2.trees import TreeRows
+    from speculators_ext.engines.vllm.eagle2.trees import TreeRows, Verification
+    from speculators_ext.engines.vllm.prefix_shadow import PrefixShadow
 
 __all__ = ["TREES", "DraftLevel", "TreeCPUBackend", "TreeCPUImpl", "use_tree_backend"]
 
 TREES = "speculators_ext_trees"
-"""Attribute of vLLM's metadata that holds the batch's trees."""
+"""Attribute of vLLM's metadata that holds the step's `Verification`."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class DraftLevel:
     """Attention metadata of one level of draft nodes.
 
     Attributes:
+        owners: ids of the requests that draft.
         block_table: [num_reqs, max_blocks] int32 of the head's cache group.
         prefix_lens: tokens each request has in the head's cache.
         rows: where each request's nodes stand among the level's rows.
-        places: int64 [n], each node's place among all nodes its request may grow.
+        places: int64 [n], each node's place among all nodes its request may run in a round.
         sees: bool [n, places so far], which nodes each node attends to, itself included.
-        max_places: nodes a request may grow in a round.
-        memory: keys and values by layer and request, kept from level to level of a round.
+        max_places: nodes a request may run in a round.
+        shadow: plain copies of the prefixes; behind each stand the nodes of this round.
     """
 
+    owners: Sequence[str]
     block_table: torch.Tensor
     prefix_lens: Sequence[int]
     rows: Sequence[slice]
     places: torch.Tensor
     sees: torch.Tensor
     max_places: int
-    memory: dict[tuple[str, int], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    shadow: PrefixShadow
 
 
-class TreeCPUBackend(CPUAttentionBackend):
+class TreeCPUBackend(PackedRowsCPUBackend):
     """vLLM's CPU backend with an implementation that attends trees."""
 
     @staticmethod
-    def get_impl_cls() -> type[CPUAttentionBackendImpl]:
+    def get_impl_cls() -> type[PackedRowsCPUImpl]:
         """The implementation vLLM builds for each layer."""
         return TreeCPUImpl
 
 
-class TreeCPUImpl(CPUAttentionBackendImpl):
+class TreeCPUImpl(PackedRowsCPUImpl):
     """vLLM's implementation, told by its metadata which rows are draft nodes."""
-
-    _layout: BlockLayout | None = None
 
     def obstacle(self) -> str | None:
         """What of this layer a tree cannot reproduce, or None."""
-        for name in ("alibi_slopes", "sinks", "kv_sharing_target_layer_name"):
-            if getattr(self, name, None) is not None:
-                return name
-        return None
-
-    def layout(self, layer: Any, kv_cache: torch.Tensor, dtype: torch.dtype) -> BlockLayout:
-        """How this layer's cache packs a block, learned once."""
-        if self._layout is None:
-
-            def write(
-                key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor
-            ) -> None:
-                self.do_kv_cache_update(layer, key, value, cache, slots)
-
-            self._layout = learn_layout(kv_cache, write, dtype)
-        return self._layout
+        special = ("alibi_slopes", "sinks", "kv_sharing_target_layer_name")
+        return next((name for name in special if getattr(self, name, None) is not None), None)
 
     def forward(
         self,
@@ -99,47 +85,63 @@ class TreeCPUImpl(CPUAttentionBackendImpl):
         """vLLM's forward, tree rows and draft levels apart."""
         if isinstance(attn_metadata, DraftLevel):
             return self._attend_level(layer, query, key, value, kv_cache, attn_metadata, output)
-        trees: list[TreeRows] = getattr(attn_metadata, TREES, [])
-        if sum(len(tree.depths) for tree in trees) < query.shape[0]:
+        step: Verification | None = getattr(attn_metadata, TREES, None)
+        if step is None or step.num_rows < query.shape[0]:
             super().forward(
                 layer, query, key, value, kv_cache, attn_metadata, output,
                 output_scale, output_block_scale,
             )  # fmt: skip
-        for tree in trees:
-            start = self._first_seen(tree.prefix_len)
-            keys, values = self._read(
-                layer, kv_cache, key.dtype, attn_metadata.block_table[tree.request],
-                start, tree.prefix_len + len(tree.depths),
+        if step is None:
+            return output
+        for tree in step.trees:
+            keys, values = self._prefix(
+                layer, kv_cache, key.dtype, step.shadow, tree.owner,
+                attn_metadata.block_table[tree.request], tree.prefix_len, len(tree.depths),
             )  # fmt: skip
-            bias = self._tree_bias(tree, start, query.dtype)
-            output[tree.rows] = self._attend(query[tree.rows], keys, values, bias)
+            keys[:, tree.prefix_len :] = key[tree.rows].transpose(0, 1)
+            values[:, tree.prefix_len :] = value[tree.rows].transpose(0, 1)
+            start = self.first_seen(tree.prefix_len)
+            bias = self._tree_bias(step, tree, start, query.dtype)
+            output[tree.rows] = self._attend(
+                query[tree.rows], keys[:, start:], values[:, start:], bias
+            )
         return output
 
-    def _first_seen(self, position: int) -> int:
-        """The first position a row at ``position`` attends to."""
-        return max(0, position + 1 - self.sliding_window) if self.sliding_window > 0 else 0
-
-    def _read(
-        self, layer: Any, kv_cache: torch.Tensor, dtype: torch.dtype, block_table: torch.Tensor,
-        start: int, stop: int,
+    def _prefix(
+        self, layer: Any, kv_cache: torch.Tensor, dtype: torch.dtype, shadow: PrefixShadow,
+        owner: str, block_table: torch.Tensor, prefix_len: int, extra: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        """Keys and values [num_kv_heads, stop - start, head_size] of one request, in ``dtype``."""
-        layout = self.layout(layer, kv_cache, dtype)
-        keys, values = read_prefix(kv_cache, layout, block_table, start, stop)
-        if self.is_fp8_kv_cache:
-            return keys.to(dtype) * layer._k_scale_float, values.to(dtype) * layer._v_scale_float
-        return keys, values
+        """Keys and values [num_kv_heads, prefix_len + extra, head_size] of one request."""
 
-    def _tree_bias(self, tree: TreeRows, start: int, dtype: torch.dtype) -> torch.Tensor:
-        """[n, keys] float: 0 where a row attends to a key, -inf elsewhere."""
+        def convert(keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            if not self.is_fp8_kv_cache:
+                return keys, values
+            return keys.to(dtype) * layer._k_scale_float, values.to(dtype) * layer._v_scale_float
+
+        cache, layout = self.readable(layer, kv_cache, dtype)
+        return shadow.rows(
+            owner, layer.layer_name, cache, layout, block_table, prefix_len, extra, convert
+        )
+
+    def _tree_bias(
+        self, step: Verification, tree: TreeRows, start: int, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """[group * n, keys] float: 0 where a row attends to a key, -inf elsewhere."""
+        window = max(self.sliding_window, 0)
+        known = step.biases.get((tree.owner, window, self.num_queries_per_kv, dtype))
+        if known is not None:
+            return known
         before = tree.prefix_len - start
         hidden = torch.zeros(len(tree.depths), before + len(tree.depths), dtype=torch.bool)
         hidden[:, before:] = ~tree.sees
-        if self.sliding_window > 0:
+        if window > 0:
             at = tree.prefix_len + tree.depths
             keys_at = torch.cat([torch.arange(start, tree.prefix_len), at])
-            hidden |= at.unsqueeze(1) - keys_at >= self.sliding_window
-        return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
+            hidden |= at.unsqueeze(1) - keys_at >= window
+        bias = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
+        bias = bias.repeat(self.num_queries_per_kv, 1)
+        step.biases[tree.owner, window, self.num_queries_per_kv, dtype] = bias
+        return bias
 
     def _attend_level(
         self, layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
@@ -149,36 +151,29 @@ class TreeCPUImpl(CPUAttentionBackendImpl):
             if own.stop == own.start:
                 continue
             prefix_len = level.prefix_lens[request]
-            kept = level.memory.get((layer.layer_name, request))
-            if kept is None:
-                prefix = self._read(
-                    layer, kv_cache, key.dtype, level.block_table[request], 0, prefix_len
-                )
-                kept = tuple(  # type: ignore[assignment]
-                    torch.nn.functional.pad(side, (0, 0, 0, level.max_places)) for side in prefix
-                )
-                level.memory[layer.layer_name, request] = kept  # type: ignore[assignment]
-            keys, values = kept  # type: ignore[misc]
+            keys, values = self._prefix(
+                layer, kv_cache, key.dtype, level.shadow, level.owners[request],
+                level.block_table[request], prefix_len, level.max_places,
+            )  # fmt: skip
             places = prefix_len + level.places[own]
             keys[:, places] = key[own].transpose(0, 1)
             values[:, places] = value[own].transpose(0, 1)
             sees = level.sees[own]
-            bias = query.new_zeros(sees.shape[0], prefix_len + sees.shape[1])
+            stop = prefix_len + sees.shape[1]
+            bias = query.new_zeros(sees.shape[0], stop)
             bias[:, prefix_len:].masked_fill_(~sees, float("-inf"))
-            stop = bias.shape[1]
+            bias = bias.repeat(self.num_queries_per_kv, 1)
             output[own] = self._attend(query[own], keys[:, :stop], values[:, :stop], bias)
         return output
 
     def _attend(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor
     ) -> torch.Tensor:
-        """query [n, heads, d], keys and values [kv_heads, k, d], bias [n, k] -> [n, heads, d]."""
+        """query [n, heads, d], keys, values [kv_heads, k, d], bias [group * n, k] -> as query."""
         rows, heads, size = query.shape
-        kv_heads = keys.shape[0]
-        group = heads // kv_heads
+        kv_heads, group = keys.shape[0], self.num_queries_per_kv
         packed = query.view(rows, kv_heads, group, size).permute(1, 2, 0, 3)
         packed = packed.reshape(1, kv_heads, group * rows, size)
-        bias = bias.repeat(group, 1)
         if self.logits_soft_cap > 0:
             scores = torch.matmul(packed.float(), keys.float().transpose(1, 2)) * self.scale
             scores = torch.tanh(scores / self.logits_soft_cap) * self.logits_soft_cap + bias

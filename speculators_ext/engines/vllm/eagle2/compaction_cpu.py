@@ -44,10 +44,10 @@ class CompactorCPU:
             if path != list(range(len(path))):
                 moves.append((tree, path))
         for layer, group in self._layers if moves else ():
-            layout = layer.impl.layout(layer, layer.kv_cache, self._dtype)
+            cache, layout = layer.impl.readable(layer, layer.kv_cache, self._dtype)
             table = step.block_tables[group]
             for tree, path in moves:
-                _move(layer.kv_cache, layout, table[tree.request], tree, path)
+                _move(cache, layout, table[tree.request], tree, path)
 
 
 def _move(

@@ -10,6 +10,7 @@ from vllm.forward_context import set_forward_context
 from speculators_ext.engines.vllm.eagle2.attention_cpu import DraftLevel
 
 if TYPE_CHECKING:
+    from speculators_ext.engines.vllm.prefix_shadow import PrefixShadow
     from speculators_ext.proposers.eagle2 import Level
 
 __all__ = ["VllmHead"]
@@ -21,25 +22,30 @@ class VllmHead:
     Args:
         model: vLLM's draft model.
         vllm_config: of the engine.
-        block_tables: [R, max_blocks] int32 of the requests that draft, by attention layer.
+        owners: ids of the requests that draft.
+        block_tables: [R, max_blocks] int32 of theirs, by attention layer.
         prefix_lens: tokens each request has in the head's cache: the root's position.
         max_places: nodes a request may run in a round.
+        shadow: plain copies of the requests' prefixes in the head's cache.
     """
 
     def __init__(
         self,
         model: Any,
         vllm_config: Any,
+        owners: list[str],
         block_tables: dict[str, torch.Tensor],
         prefix_lens: list[int],
         max_places: int,
+        shadow: PrefixShadow,
     ) -> None:
         self._model = model
         self._vllm_config = vllm_config
         self._tables = block_tables
         self._prefix_lens = prefix_lens
         self._max_places = max_places
-        self._memory: dict[str, dict[Any, Any]] = {name: {} for name in block_tables}
+        self._owners = owners
+        self._shadow = shadow
         self._last_position = vllm_config.model_config.max_model_len - 1
         self.draft_to_target = getattr(model, "draft_id_to_target_id", None)
 
@@ -60,8 +66,9 @@ class VllmHead:
         positions = (prefix + level.depth - 1).clamp_(max=self._last_position)
         metadata = {
             name: DraftLevel(
+                self._owners,
                 table, self._prefix_lens, rows, level.places, level.sees, self._max_places,
-                self._memory[name],
+                self._shadow,
             )
             for name, table in self._tables.items()
         }  # fmt: skip

@@ -84,7 +84,7 @@ class _TreesMixin:
         step = self.trees.begin(input_batch, block_tables)
         if step.trees:
             for layer_metadata in metadata.values():
-                setattr(layer_metadata, TREES, step.trees)
+                setattr(layer_metadata, TREES, step)
         return metadata
 
     def prepare_inputs(self, input_batch: InputBatch, req_states: Any) -> dict[str, Any]:

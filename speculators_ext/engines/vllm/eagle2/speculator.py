@@ -278,9 +278,11 @@ class Eagle2Speculator(EagleSpeculator):
         head = VllmHead(
             self.model,
             self.vllm_config,
+            [input_batch.req_ids[row] for row in rows],
             {name: tables[self._group_of[name]][rows] for name in self.draft_attn_layer_names},
             [lengths[row] for row in rows],
             self._options.topk * max(1, self._options.depth - 1),
+            self._state.trees.shadow,
         )
         chain_only = self._state.chain_only
         slots = input_batch.idx_mapping_np

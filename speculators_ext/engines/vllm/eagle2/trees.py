@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
+
+from speculators_ext.engines.vllm.prefix_shadow import PrefixShadow
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBatch
@@ -20,6 +22,7 @@ class TreeRows(NamedTuple):
     """One request's tree in a verified batch.
 
     Attributes:
+        owner: the request's id.
         request: its row in the batch's tables.
         rows: where its nodes stand among the batch's tokens, the root first.
         prefix_len: tokens before the root, all of them with KV.
@@ -27,6 +30,7 @@ class TreeRows(NamedTuple):
         depths: int64 [n], rows above each.
     """
 
+    owner: str
     request: int
     rows: slice
     prefix_len: int
@@ -41,14 +45,23 @@ class Verification:
     Attributes:
         trees: the requests whose rows branch; all others are chains in plain order.
         block_tables: one [num_reqs, max_blocks] int32 a cache group.
+        shadow: plain copies of the prefixes, which attention reads.
         paths: int32 [num_reqs, depth + 1], local rows accepted, -1 behind the last; None where the
             batch held no drafts.
     """
 
     trees: list[TreeRows]
     block_tables: tuple[torch.Tensor, ...]
+    shadow: PrefixShadow
     paths: torch.Tensor | None = None
     path_chunks: list[torch.Tensor] = field(default_factory=list)
+    biases: dict[tuple[Any, ...], torch.Tensor] = field(default_factory=dict)
+    """Masks of trees, built by the first layer that needs one."""
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the batch that are tree nodes."""
+        return sum(len(tree.depths) for tree in self.trees)
 
 
 class TreeStore:
@@ -72,7 +85,8 @@ class TreeStore:
         self.parents = chain.repeat(num_slots, 1)
         self.depths = (chain + 1).repeat(num_slots, 1)
         self._trees: dict[int, DraftTree] = {}
-        self.step = Verification([], ())
+        self.shadow = PrefixShadow()
+        self.step = Verification([], (), self.shadow)
 
     def reset(self, slot: int) -> None:
         """The slot has a new owner, or its drafts are a chain."""
@@ -90,6 +104,7 @@ class TreeStore:
 
     def begin(self, batch: InputBatch, block_tables: tuple[torch.Tensor, ...]) -> Verification:
         """A step verifies this batch: find its trees."""
+        self.shadow.keep_only(batch.req_ids)
         trees = []
         drafts = batch.num_draft_tokens_per_req
         if drafts is not None and self._trees:
@@ -104,6 +119,8 @@ class TreeStore:
                 if not tree.is_chain:
                     sees = torch.from_numpy(tree.ancestors())
                     depths = torch.from_numpy(tree.depths().astype(np.int64))
-                    trees.append(TreeRows(request, rows, prefix_len, sees, depths))
-        self.step = Verification(trees, block_tables)
+                    trees.append(
+                        TreeRows(batch.req_ids[request], request, rows, prefix_len, sees, depths)
+                    )
+        self.step = Verification(trees, block_tables, self.shadow)
         return self.step
