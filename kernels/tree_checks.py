@@ -6,9 +6,22 @@ import torch
 
 from speculators_ext.kernels.checks import check_placement, require
 
-__all__ = ["check_per_row", "check_tree", "check_vocab_rows"]
+__all__ = ["check_chain", "check_per_row", "check_tree", "check_vocab_rows"]
 
 _MAX_NODES = 4096  # of a request: a program holds them all in registers
+
+
+def check_chain(tokens: torch.Tensor, cu_nodes: torch.Tensor, max_depth: int) -> None:
+    """Shapes, dtypes and places of a batch of chains."""
+    for name, tensor, dtype in (
+        ("tokens", tokens, torch.int64),
+        ("cu_nodes", cu_nodes, torch.int32),
+    ):
+        require(tensor.dim() == 1, f"dims of {name}", 1, tensor.dim())
+        require(tensor.dtype == dtype, f"{name} dtype", dtype, tensor.dtype)
+    require(cu_nodes.shape[0] > 0, "cu_nodes", "at least 1", cu_nodes.shape[0])
+    require(max_depth >= 0, "max_depth", "at least 0", max_depth)
+    check_placement({"tokens": tokens, "cu_nodes": cu_nodes}, tokens.device)
 
 
 def check_tree(
@@ -19,19 +32,9 @@ def check_tree(
     max_depth: int,
 ) -> None:
     """Shapes, dtypes and places of a batch of trees."""
-    for name, tensor, dtype in (
-        ("tokens", tokens, torch.int64),
-        ("parents", parents, torch.int32),
-        ("cu_nodes", cu_nodes, torch.int32),
-    ):
-        require(tensor.dim() == 1, f"dims of {name}", 1, tensor.dim())
-        require(tensor.dtype == dtype, f"{name} dtype", dtype, tensor.dtype)
-    require(parents.shape == tokens.shape, "parents", tokens.shape[0], parents.shape[0])
-    require(cu_nodes.shape[0] > 0, "cu_nodes", "at least 1", cu_nodes.shape[0])
+    check_chain(tokens, cu_nodes, max_depth)
+    check_per_row({"parents": parents}, tokens.shape[0], torch.int32, tokens.device)
     require(0 < max_nodes <= _MAX_NODES, "max_nodes", f"1 to {_MAX_NODES}", max_nodes)
-    require(max_depth >= 0, "max_depth", "at least 0", max_depth)
-    given = {"tokens": tokens, "parents": parents, "cu_nodes": cu_nodes}
-    check_placement(given, tokens.device)
 
 
 def check_per_row(
