@@ -75,6 +75,18 @@ METHODS.add(
         needs="nothing: no draft model, no training",
     ),
 )
+METHODS.add(
+    "eagle2",
+    Method(
+        name="eagle2",
+        config_model=Eagle2Config,
+        rides="eagle3",  # or eagle, as the head's files say
+        lossless=True,
+        summary="an EAGLE head drafts a tree that grows where it is confident",
+        needs="an EAGLE, EAGLE-2 or EAGLE-3 head trained for the target, as `model`",
+        drafts_alone=False,
+    ),
+)
 
 
 def suggest_method(name: str) -> str | None:

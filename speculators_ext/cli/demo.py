@@ -81,7 +81,7 @@ def demo_variants() -> list[Variant]:
     from speculators_ext.config import METHODS
 
     variants = method_variants(["plain"], SPEC_TOKENS)
-    for name in METHODS:
+    for name in (name for name, method in METHODS.items() if method.drafts_alone):
         [shipped] = method_variants([name], SPEC_TOKENS)
         variants.append(shipped)
         if "adaptive" in METHODS[name].config_model.model_fields:

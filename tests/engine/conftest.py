@@ -38,6 +38,17 @@ def clasp_config(num_speculative_tokens: int = K, **options: Any) -> dict[str, A
     }
 
 
+def eagle2_config(head: str = "tiny-llama-eagle3", **options: Any) -> dict[str, Any]:
+    stock = {k: options.pop(k) for k in ("num_speculative_tokens",) if k in options}
+    return {
+        "method": "eagle2",
+        "model": str(build(head)),
+        "num_speculative_tokens": 12,
+        "method_config": {"depth": 4, "topk": 3, "adaptive": False} | options,
+        **stock,
+    }
+
+
 @dataclass
 class Engine:
     """An `LLM` and what tests ask of it."""
@@ -199,5 +210,22 @@ def make_twins(engines: Engines) -> Any:
         alike = alike or {}
         plain = engines.get(**alike)
         return Twins(plain, engines.get(clasp_config(**(options or {})), **alike, **changes))
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def make_eagle2_twins(engines: Engines) -> Any:
+    """The same for eagle2: options of the method, engine arguments of both, of the drafting one."""
+
+    def make(
+        options: dict[str, Any] | None = None,
+        *,
+        alike: dict[str, Any] | None = None,
+        **changes: Any,
+    ) -> Twins:
+        alike = alike or {}
+        plain = engines.get(**alike)
+        return Twins(plain, engines.get(eagle2_config(**(options or {})), **alike, **changes))
 
     return make
