@@ -54,7 +54,21 @@ def check_eagle2(request: dict[str, Any], options: Eagle2Config, target: ModelCo
             "speculative config: 'model' is missing, 'eagle2' drafts with an EAGLE head; accepted: "
             "the path or name of an EAGLE, EAGLE-2 or EAGLE-3 checkpoint trained for this target"
         )
-    return inspect_head(model, request.get("revision"), target)
+    rides = inspect_head(model, request.get("revision"), target)
+    _check_target_class(rides, target)
+    return rides
+
+
+def _check_target_class(rides: str, target: ModelConfig) -> None:
+    from vllm.model_executor.model_loader.utils import get_model_cls
+    from vllm.model_executor.models.interfaces import supports_eagle3
+
+    if rides == "eagle3" and not supports_eagle3(get_model_cls(target)):
+        raise ConfigError(
+            f"speculative method 'eagle2': this vLLM does not hand out hidden states of "
+            f"{', '.join(target.architectures)}, which an EAGLE-3 head reads; accepted: an EAGLE "
+            "head, or another target"
+        )
 
 
 def _check_target(target: ModelConfig) -> None:
