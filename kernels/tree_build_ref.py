@@ -144,58 +144,61 @@ def rerank_candidates_ref(
     rows_of[:, 0] = 0  # a parent of -1 is the root
     picked = picked.masked_fill(~exists, 0)
     parents = rows_of.gather(1, candidates.parents.gather(1, picked).long() + 1)
-    depths = torch.where(picked < topk, 1, (picked - topk) // topk**2 + 2)
-    live = row < counts[:, None]
+    depths = ((picked - topk).div(topk**2, rounding_mode="floor") + 2).clamp_(min=1)
+    missing = row >= counts[:, None]
 
-    def pad(root: torch.Tensor | float, drafts: torch.Tensor, missing: float) -> torch.Tensor:
-        first = drafts.new_empty(len(scores), 1).copy_(torch.as_tensor(root).view(-1, 1))
-        return torch.cat([first, drafts], dim=1).masked_fill_(~live, missing)
+    def pad(drafts: torch.Tensor, root: torch.Tensor | float, fill: float) -> torch.Tensor:
+        rows = functional.pad(drafts, (1, 0))
+        rows[:, 0] = root
+        return rows.masked_fill_(missing, fill)
 
     return PaddedTree(
-        pad(root_tokens, candidates.tokens.gather(1, picked), -1),
-        pad(-1, parents.to(torch.int32), -1),
-        pad(0, depths.to(torch.int32), 0),
-        pad(0.0, best, -math.inf),
+        pad(candidates.tokens.gather(1, picked), root_tokens, -1),
+        pad(parents.to(torch.int32), -1, -1),
+        pad(depths.to(torch.int32), 0, 0),
+        pad(best, 0.0, -math.inf),
         counts,
     )
 
 
 def _likeliest(logits: torch.Tensor, topk: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(log-probabilities, columns) of each row's ``topk`` largest, [rows, topk]."""
-    logits = logits.float()
-    norm = torch.logsumexp(logits, dim=1, keepdim=True)
-    if not norm.isfinite().all():
+    logprobs = torch.log_softmax(logits, dim=1, dtype=torch.float32)
+    if logprobs[:, :1].isnan().any():  # a NaN, or nothing but -inf, spoils its row
         logits = logits.masked_fill(logits.isnan(), -math.inf)
-        norm = torch.logsumexp(logits, dim=1, keepdim=True)
+        logprobs = torch.log_softmax(logits, dim=1, dtype=torch.float32)
+        logprobs.masked_fill_(logprobs.isnan(), -math.inf)
     largest, columns = _best_columns(logits, topk)
-    logprobs = (largest - norm).clamp_(max=0).nan_to_num_(nan=-math.inf, neginf=-math.inf)
-    return logprobs, columns.masked_fill(largest == -math.inf, 0)
+    none = largest == -math.inf
+    columns = columns.masked_fill(none, 0)
+    return logprobs.gather(1, columns).masked_fill_(none, -math.inf), columns
 
 
 def _best_columns(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(values, columns) [rows, count] of the largest, ties to the smaller column.
 
     Where there are fewer than ``count``, values are -inf and their columns distinct, but these may
-    lie past the end. torch.topk orders ties as it likes, so a tie across its end is settled again.
+    lie past the end. torch.topk orders ties as it likes: they are ordered again, and chosen again
+    where one lies across its end.
     """
     if scores.shape[1] <= count:
         scores = functional.pad(scores, (0, count + 1 - scores.shape[1]), value=-math.inf)
     values, columns = scores.topk(count + 1, dim=1)
-    if count == 0:
-        return values[:, :0], columns[:, :0]
-    beyond = values[:, count]
-    tied = (values[:, count - 1] == beyond) & (beyond > -math.inf)
-    columns = columns[:, :count]
+    tied = (values[:, 1:] == values[:, :-1]) & (values[:, 1:] > -math.inf)
+    values, columns = values[:, :count], columns[:, :count]
     if tied.any():
-        columns[tied] = _stable_columns(scores[tied], count)
-    columns = columns.sort(dim=1).values
-    values, order = scores.gather(1, columns).sort(dim=1, descending=True, stable=True)
-    return values, columns.gather(1, order)
+        across = tied[:, -1]
+        if across.any():
+            columns[across] = _stable_columns(scores[across], count)
+        columns = columns.sort(dim=1).values
+        values, order = scores.gather(1, columns).sort(dim=1, descending=True, stable=True)
+        columns = columns.gather(1, order)
+    return values, columns
 
 
 def _stable_columns(scores: torch.Tensor, count: int) -> torch.Tensor:
     """Columns of the largest, ties to the smaller column, by integers that sort so."""
-    bits = (scores + 0.0).view(torch.int32)  # -0.0 + 0.0 is 0.0
+    bits = (scores.float() + 0.0).view(torch.int32)  # -0.0 + 0.0 is 0.0
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     last = scores.shape[1] - 1
     keys = (ordered.long() << 32) | torch.arange(last, -1, -1, device=scores.device)
