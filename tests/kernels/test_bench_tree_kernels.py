@@ -1,0 +1,71 @@
+"""Benchmarks of the tree kernels: the wrong is not timed, the interpreted claims nothing."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks" / "kernels"
+
+
+def shift(part: str) -> Any:
+    """What spoils one field of a reference's result."""
+    return lambda right: right._replace(**{part: getattr(right, part) + 1})
+
+
+# (script, the kernel it times, its reference or None, what spoils the reference's result)
+WRONG = {
+    "compact_kv": ("compact_kv", None, None),
+    "gather_rows": ("gather_rows", "gather_rows_ref", shift("tokens")),
+    "tree_build": ("expand_frontier", "expand_frontier_ref", shift("scores")),
+    "tree_mask": ("build_tree_mask", "build_tree_mask_ref", shift("depths")),
+}
+
+
+def load(op: str) -> ModuleType:
+    script = BENCHMARKS / f"bench_{op}.py"
+    spec = importlib.util.spec_from_file_location(script.stem, script)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("op", WRONG)
+def test_a_wrong_kernel_is_not_timed(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a benchmark that praises a fast kernel for garbage, or for doing nothing."""
+    bench = load(op)
+    kernel, reference, spoil = WRONG[op]
+
+    def wrong(*args: Any, **call: Any) -> Any:
+        return spoil(getattr(bench, reference)(*args, **call)) if reference else None
+
+    monkeypatch.setattr(bench, kernel, wrong)
+    monkeypatch.setattr(bench, "SHAPES", bench.SHAPES[:1])
+    with pytest.raises(SystemExit, match="not timed"):
+        bench.main(None)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="times the kernel too")
+@pytest.mark.parametrize("op", WRONG)
+def test_without_a_gpu_only_the_reference_claims_a_time(
+    op: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Catches interpreter times published as the kernel's, and rows without provenance."""
+    bench = load(op)
+    monkeypatch.setattr(bench, "SHAPES", bench.SHAPES[:1])
+    monkeypatch.setattr(bench.kernel_bench, "SECONDS", 0.0)
+    bench.main(tmp_path / "rows.json")
+    ref, kernel = json.loads((tmp_path / "rows.json").read_text())
+    assert (ref["provider"], kernel["provider"]) == ("ref", "triton")
+    assert ref["median_ms"] > 0
+    assert "median_ms" not in kernel
+    assert "not timed" in kernel["note"]
+    assert {"gpu", "git", "torch", "triton"} <= ref.keys() & kernel.keys()
