@@ -27,6 +27,7 @@ from speculators_ext.proposers.eagle2 import GrowthLimits, grow_trees
 from speculators_ext.tree import DraftTree
 
 if TYPE_CHECKING:
+    from torch import nn
     from vllm.config import VllmConfig
     from vllm.v1.worker.gpu.input_batch import InputBatch
     from vllm.v1.worker.gpu.states import RequestState
@@ -61,6 +62,13 @@ class Eagle2Speculator(EagleSpeculator):
         self._options: Any = self.speculative_config.method_config
         self._state: Any = None
         self._req_states = req_states
+
+    def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> Any:
+        """vLLM's EAGLE model; where the target ties its head to its embedding, so does ours."""
+        model = super().load_draft_model(target_model, target_attn_layer_names)
+        if not hasattr(model, "lm_head"):
+            model.compute_logits = target_model.compute_logits
+        return model
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
         """No graph: the rows of a round differ from step to step."""
