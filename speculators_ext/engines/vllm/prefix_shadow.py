@@ -93,14 +93,18 @@ def _extended(
 ) -> _Copy:
     """``copy`` with the fresh positions behind the ``seen`` ones and room for ``length``."""
     until = seen + fresh[0].shape[1]
-    sides = []
-    for side, new in enumerate(fresh):
-        kept = copy[side] if copy else new[:, :0]
-        if kept.shape[1] < length:
-            room = -(-length // _ROOM) * _ROOM
-            grown = new.new_empty(new.shape[0], room, new.shape[2])
-            grown[:, :seen] = kept[:, :seen]
-            kept = grown
-        kept[:, seen:until] = new
-        sides.append(kept)
-    return _Copy(sides[0], sides[1], until)
+    kept = (copy.keys, copy.values) if copy else (None, None)
+    keys, values = (_written(old, seen, new, length) for old, new in zip(kept, fresh, strict=True))
+    return _Copy(keys, values, until)
+
+
+def _written(old: torch.Tensor | None, seen: int, new: torch.Tensor, length: int) -> torch.Tensor:
+    """One side: ``old``, or where it is too short a longer copy of it, with ``new`` written."""
+    heads, count, head_size = new.shape
+    if old is None or old.shape[1] < length:
+        grown = new.new_empty(heads, -(-length // _ROOM) * _ROOM, head_size)
+        if old is not None:
+            grown[:, :seen] = old[:, :seen]
+        old = grown
+    old[:, seen : seen + count] = new
+    return old
