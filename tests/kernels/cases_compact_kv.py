@@ -7,10 +7,10 @@ from speculators_ext.kernels import compact_kv as op
 
 def cases(target: str) -> list[Case]:
     types = {"pointers_ptr": "*i64", "prefix_lens_ptr": "*i64"}
-    variants = [("heads of 128 bf16", 8, 256), ("latent", 8, 256), ("odd bytes", 1, 16)]
+    variants = [("heads of 128 bf16", 8, 256), ("heads of 5 int8", 1, 16)]
     return [
         Case(
-            f"{label}, units of {size} bytes",
+            f"{label}, {size} bytes a unit",
             op._compact_kv_kernel,
             {
                 "UNIT": op._TRITON_UNITS[size],
