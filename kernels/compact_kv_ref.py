@@ -137,7 +137,8 @@ def compact_kv_ref(
 def _elements(view: torch.Tensor, blocks: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     """Where in the storage the elements of these slots lie, [slots * heads * elements]."""
     steps = view.stride()
-    head, element = (torch.arange(view.shape[dim], device=view.device) for dim in (2, 3))
+    head = torch.arange(view.shape[2], device=view.device)
+    element = torch.arange(view.shape[3], device=view.device)
     inner = (head[:, None] * steps[2] + element * steps[3]).flatten()
-    slot = view.storage_offset() + blocks * steps[0] + slots * steps[1]
+    slot = int(view.storage_offset()) + blocks * steps[0] + slots * steps[1]
     return (slot[:, None] + inner).flatten()

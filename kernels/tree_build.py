@@ -84,7 +84,7 @@ def _expand_rows_kernel(  # type: ignore[no-untyped-def]
     parents_ptr,  # [R, C] int32
     pool_stride,
     frontier_scores_ptr,  # [R, F] float32, or None: the root
-    frontier_index_ptr,  # [R, F] int32, or None
+    frontier_columns_ptr,  # [R, F] int32, or None
     logits_ptr,  # [R * F, V]
     logits_row_stride,
     maxima_ptr,  # [R * F, num_blocks]
@@ -131,7 +131,7 @@ def _expand_rows_kernel(  # type: ignore[no-untyped-def]
     scores = tl.where((values > float("-inf")) & (scores == scores), scores, float("-inf"))
     if frontier_scores_ptr is not None:
         scores += tl.load(frontier_scores_ptr + row)
-    parent = -1 if frontier_index_ptr is None else tl.load(frontier_index_ptr + row)
+    parent = -1 if frontier_columns_ptr is None else tl.load(frontier_columns_ptr + row)
     tokens = children.to(tl.int64)
     if draft_to_target_ptr is not None:
         tokens += tl.load(draft_to_target_ptr + children)
@@ -145,7 +145,7 @@ def _expand_rows_kernel(  # type: ignore[no-untyped-def]
 def _select_frontier_kernel(  # type: ignore[no-untyped-def]
     out_tokens_ptr,  # [R, TOPK] int64
     out_scores_ptr,  # [R, TOPK] float32
-    out_index_ptr,  # [R, TOPK] int32
+    out_columns_ptr,  # [R, TOPK] int32
     out_origin_ptr,  # [R, TOPK] int64
     tokens_ptr,  # [R, C] int64
     scores_ptr,  # [R, C] float32
@@ -171,7 +171,7 @@ def _select_frontier_kernel(  # type: ignore[no-untyped-def]
         tl.store(out_tokens_ptr + at, token, mask=mask)
         score = tl.full([BLOCK_C], float("-inf"), tl.float32) if part else scores
         tl.store(out_scores_ptr + at, score, mask=mask)
-        tl.store(out_index_ptr + at, source + start, mask=mask)
+        tl.store(out_columns_ptr + at, source + start, mask=mask)
         tl.store(out_origin_ptr + at, (source // TOPK).to(tl.int64), mask=mask)
 
 
@@ -225,7 +225,7 @@ def expand_frontier(
     _expand_rows_kernel[(num_rows,)](
         *candidates, pool_stride,
         None if frontier is None else frontier.scores,
-        None if frontier is None else frontier.index,
+        None if frontier is None else frontier.columns,
         logits, row_stride, maxima, sums, draft_to_target, vocab_size, num_blocks, start,
         F=num_rows // num_reqs, TOPK=topk, BLOCK_K=triton.next_power_of_2(topk),
         BLOCK_S=triton.next_power_of_2(num_blocks), BLOCK_V=_BLOCK_V, num_warps=8,
@@ -288,9 +288,7 @@ def _check_expand(
             require(tensor.is_contiguous(), f"frontier.{name}", "contiguous", tensor.stride())
         given |= frontier._asdict()
     if draft_to_target is not None:
-        expected, got = (
-            (logits.shape[1], torch.int64),
-            (len(draft_to_target), draft_to_target.dtype),
-        )
-        require(got == expected, "draft_to_target elements and dtype", expected, got)
+        elements = (logits.shape[1], torch.int64)
+        got = (draft_to_target.numel(), draft_to_target.dtype)
+        require(got == elements, "draft_to_target elements and dtype", elements, got)
     check_placement(given, candidates.scores.device)

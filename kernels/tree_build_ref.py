@@ -51,7 +51,7 @@ class Frontier(NamedTuple):
 
     tokens: torch.Tensor  # int64
     scores: torch.Tensor  # float32
-    index: torch.Tensor  # int32, column among the candidates
+    columns: torch.Tensor  # int32, of the candidates
     origin: torch.Tensor  # int64, row of the frontier before whose child it is
 
 
@@ -108,7 +108,7 @@ def expand_frontier_ref(
     if frontier is None:
         scores, parents = logprobs, candidates.parents.new_full((num_reqs, 1), -1)
     else:
-        scores, parents = frontier.scores.reshape(-1, 1) + logprobs, frontier.index
+        scores, parents = frontier.scores.reshape(-1, 1) + logprobs, frontier.columns
     start, stop = level_columns(level, topk)
     scores, children = (part.view(num_reqs, stop - start) for part in (scores, children))
     if draft_to_target is not None:
@@ -118,8 +118,8 @@ def expand_frontier_ref(
     candidates.parents[:, start:stop] = parents.repeat_interleave(topk, dim=1)
     best, picked = _best_columns(scores, topk)
     picked = picked.masked_fill(best == -math.inf, 0)
-    index = (picked + start).to(torch.int32)
-    return Frontier(children.gather(1, picked), best, index, picked // topk)
+    columns = (picked + start).to(torch.int32)
+    return Frontier(children.gather(1, picked), best, columns, picked // topk)
 
 
 def rerank_candidates_ref(

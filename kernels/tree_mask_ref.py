@@ -55,7 +55,9 @@ def build_tree_mask_ref(
     if out is None:
         out = new_tree_mask(parents.shape[0], num_words, parents.device)
     offsets, all_parents = cu_nodes.tolist(), parents.tolist()
-    masks, depths, positions = [], [], []
+    masks: list[int] = []
+    depths: list[int] = []
+    positions: list[int] = []
     for start, stop, prefix_len in zip(offsets, offsets[1:], prefix_lens.tolist(), strict=False):
         require(stop - start <= 32 * num_words, "rows of a tree", 32 * num_words, stop - start)
         for row, parent in enumerate(all_parents[start:stop]):

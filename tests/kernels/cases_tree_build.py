@@ -40,9 +40,9 @@ def expand_case(label: str, topk: int, vocab_size: int, reduced: bool) -> Case:
     }
     types = POINTERS.copy()
     if constants["F"] == 1:
-        constants |= {"frontier_scores_ptr": None, "frontier_index_ptr": None}
+        constants |= {"frontier_scores_ptr": None, "frontier_columns_ptr": None}
     else:
-        types |= {"frontier_scores_ptr": "*fp32", "frontier_index_ptr": "*i32"}
+        types |= {"frontier_scores_ptr": "*fp32", "frontier_columns_ptr": "*i32"}
     if reduced:
         types |= {"draft_to_target_ptr": "*i64"}
     else:
@@ -55,5 +55,5 @@ def select_case(label: str, topk: int) -> Case:
     constants = {"WIDTH": width, "TOPK": topk, **op._choose_tiles(width)}
     types = {"tokens_ptr": "*i64", "scores_ptr": "*fp32"}
     types |= {"out_tokens_ptr": "*i64", "out_scores_ptr": "*fp32"}
-    types |= {"out_index_ptr": "*i32", "out_origin_ptr": "*i64"}
+    types |= {"out_columns_ptr": "*i32", "out_origin_ptr": "*i64"}
     return Case(label, op._select_frontier_kernel, constants, types)

@@ -59,7 +59,7 @@ def check_level(
     for request in range(num_reqs):
         for node in range(width):
             prior = 0.0 if frontier is None else frontier.scores[request, node].item()
-            parent = -1 if frontier is None else frontier.index[request, node].item()
+            parent = -1 if frontier is None else frontier.columns[request, node].item()
             children = likeliest(rows[request][node], topk)
             for child in range(topk):
                 column = node * topk + child
@@ -77,7 +77,7 @@ def check_level(
             assert grown.scores[request, place].item() == score
             if score == -math.inf:
                 column = 0
-            assert grown.index[request, place].item() == start + column
+            assert grown.columns[request, place].item() == start + column
             assert grown.origin[request, place].item() == column // topk
             assert grown.tokens[request, place].item() == tokens[request][column]
 
