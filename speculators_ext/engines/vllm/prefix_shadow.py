@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from speculators_ext.engines.vllm.kv_layout import read_prefix
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Sequence
+    from collections.abc import Callable, Hashable, Iterable, Sequence
 
     import torch
 
@@ -86,6 +86,28 @@ class PrefixShadow:
             fresh = convert(*read_prefix(kv_cache, layout, block_table, seen, prefix_len))
             copy = layers[layer_name] = _extended(copy, seen, fresh, length)
         return copy.keys[:, :length], copy.values[:, :length]
+
+    def keep(
+        self, owner: Hashable, layer_names: Iterable[str], prefix_len: int, rows: Sequence[int]
+    ) -> None:
+        """Make some of the rows the caller left behind a prefix a part of it.
+
+        Args:
+            owner: whose prefix it is.
+            layer_names: the layers whose rows are as the cache will hold them.
+            prefix_len: what ``rows`` was last called with.
+            rows: ascending numbers of the rows that stay, in order.
+        """
+        layers = self._copies.get(owner, {})
+        until = prefix_len + len(rows)
+        in_place = list(rows) == list(range(len(rows)))
+        for name in layer_names:
+            copy = layers.get(name)
+            if copy is None or copy.seen != prefix_len:
+                continue
+            for side in () if in_place else (copy.keys, copy.values):
+                side[:, prefix_len:until] = side[:, [prefix_len + row for row in rows]]
+            layers[name] = copy._replace(seen=until)
 
 
 def _extended(

@@ -1,4 +1,4 @@
-"""Moves the KV of an accepted path to the front, in vLLM's CPU cache whatever way it packs blocks.
+"""Moves the KV of accepted paths to the front, in vLLM's CPU caches whatever way they pack blocks.
 
 A node's KV lies at the slot of its row; the next step expects it at the slot of its depth. A path
 whose rows are 0, 1, 2, ... is in place already and moves nothing.
@@ -6,64 +6,109 @@ whose rows are 0, 1, 2, ... is in place already and moves nothing.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Sequence
 
     from speculators_ext.engines.vllm.eagle2.trees import TreeRows, Verification
     from speculators_ext.engines.vllm.kv_layout import BlockLayout
 
-__all__ = ["CompactorCPU"]
+__all__ = ["CompactorCPU", "stack_caches"]
+
+Moves = list[tuple["TreeRows", list[int]]]
+
+
+class _Stack(NamedTuple):
+    """Caches that pack blocks alike and share their block tables."""
+
+    caches: torch.Tensor  # [layers, num_blocks, num_kv_heads, 2, block_size * head_size]
+    layout: BlockLayout
+    group: int
 
 
 class CompactorCPU:
-    """Compacts the caches of the target's layers.
+    """Compacts the caches of the target's layers, and the plain copies of their prefixes.
 
     Args:
-        layers: the target's attention layers, by name, their caches bound.
+        layers: the target's attention layers by name.
         group_of: cache group of each layer's name.
         dtype: of the keys and values the layers write.
     """
 
     def __init__(
-        self, layers: Iterable[tuple[str, Any]], group_of: dict[str, int], dtype: torch.dtype
+        self, layers: dict[str, Any], group_of: dict[str, int], dtype: torch.dtype
     ) -> None:
-        self._layers = [(layer, group_of[name]) for name, layer in layers]
+        self._layers = layers
+        # A quantised cache rounds what it stores: copies of it must be read back.
+        self._exact = [n for n, layer in layers.items() if not layer.impl.is_fp8_kv_cache]
+        self._group_of = group_of
         self._dtype = dtype
+        self._stacks: list[_Stack] = []
 
     def __call__(self, step: Verification, num_sampled: torch.Tensor) -> None:
         """Compact every tree of the step whose path is not a prefix of its rows."""
         assert step.paths is not None
         kept = num_sampled.tolist()
-        moves = []
+        moves: Moves = []
         for tree in step.trees:
             path = step.paths[tree.request, : kept[tree.request]].tolist()
+            step.shadow.keep(tree.owner, self._exact, tree.prefix_len, path)
             if path != list(range(len(path))):
                 moves.append((tree, path))
-        for layer, group in self._layers if moves else ():
+        if moves:
+            for stack in self._stacks or self._stack():
+                _move(stack, step.block_tables[stack.group], moves)
+
+    def _stack(self) -> list[_Stack]:
+        """Look at the caches once they are bound."""
+        alike: dict[Any, list[tuple[torch.Tensor, BlockLayout]]] = {}
+        for name, layer in self._layers.items():
             cache, layout = layer.impl.readable(layer, layer.kv_cache, self._dtype)
-            table = step.block_tables[group]
-            for tree, path in moves:
-                _move(cache, layout, table[tree.request], tree, path)
+            key = (self._group_of[name], cache.shape, cache.stride())
+            alike.setdefault(key, []).append((cache, layout))
+        for (group, *_), members in alike.items():
+            for caches in stack_caches([cache for cache, _ in members]):
+                self._stacks.append(_Stack(caches, members[0][1], group))
+        return self._stacks
 
 
-def _move(
-    kv_cache: torch.Tensor,
-    layout: BlockLayout,
-    block_table: torch.Tensor,
-    tree: TreeRows,
-    path: list[int],
-) -> None:
-    """All rows are read before one is written: a place may be both a source and a goal."""
-    halves = kv_cache.view(*kv_cache.shape[:2], 2, -1)
-    places = tree.prefix_len + torch.tensor([path, list(range(len(path)))])
-    blocks = block_table[places // layout.block_size].long()
-    offsets = places % layout.block_size
+def stack_caches(caches: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """View equal caches as one tensor where they lie evenly spaced in one allocation.
+
+    Args:
+        caches: [num_blocks, num_kv_heads, block_size, 2 * head_size] each, of equal strides.
+
+    Returns:
+        One [layers, num_blocks, num_kv_heads, 2, block_size * head_size], or one for each layer.
+    """
+    ordered = sorted(caches, key=torch.Tensor.storage_offset)
+    offsets = [cache.storage_offset() for cache in ordered]
+    steps = {after - before for before, after in pairwise(offsets)}
+    shared = {cache.untyped_storage().data_ptr() for cache in caches}
+    halves = [cache.view(*cache.shape[:2], 2, -1) for cache in ordered]
+    if len(shared) > 1 or len(steps) != 1 or not steps.isdisjoint({0}):
+        return [half.unsqueeze(0) for half in halves]
+    first = halves[0]
+    size, stride = (len(caches), *first.shape), (*steps, *first.stride())
+    return [first.as_strided(size, stride, first.storage_offset())]
+
+
+def _move(stack: _Stack, block_tables: torch.Tensor, moves: Moves) -> None:
+    """All places are read before one is written: a place may be both a source and a goal."""
+    layout = stack.layout
+    blocks, offsets = [], []
+    for tree, path in moves:
+        places = tree.prefix_len + torch.tensor([path, list(range(len(path)))])
+        blocks.append(block_tables[tree.request][places // layout.block_size].long())
+        offsets.append(places % layout.block_size)
+    block, offset = torch.cat(blocks, dim=1), torch.cat(offsets, dim=1)
+    source, goal = block.unsqueeze(-1)
     for side, order in enumerate((layout.key_order, layout.value_order)):
-        elements = order.view(layout.block_size, layout.head_size)[offsets]
-        # [moves, heads, head_size], advanced indices around a slice come first.
-        rows = halves[blocks[0].unsqueeze(1), :, side, elements[0]]
-        halves[blocks[1].unsqueeze(1), :, side, elements[1]] = rows
+        elements = order.view(layout.block_size, layout.head_size)[offset]
+        # Indices around a slice: [moves, head_size, layers, num_kv_heads].
+        rows = stack.caches[:, source, :, side, elements[0]]
+        stack.caches[:, goal, :, side, elements[1]] = rows

@@ -94,7 +94,7 @@ class Eagle2Speculator(EagleSpeculator):
                     f"speculative method 'eagle2': layer {name} cannot attend a draft tree "
                     f"({obstacle}); choose another method"
                 )
-        targets = [(n, layers[n]) for n in self._group_of if n not in self.draft_attn_layer_names]
+        targets = {n: layers[n] for n in self._group_of if n not in self.draft_attn_layer_names}
         model_state.compact = CompactorCPU(targets, self._group_of, self.hidden_states.dtype)
 
     @torch.inference_mode()

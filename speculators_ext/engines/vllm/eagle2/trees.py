@@ -58,10 +58,9 @@ class Verification:
     biases: dict[tuple[Any, ...], torch.Tensor] = field(default_factory=dict)
     """Masks of trees, built by the first layer that needs one."""
 
-    @property
-    def num_rows(self) -> int:
-        """Rows of the batch that are tree nodes."""
-        return sum(len(tree.depths) for tree in self.trees)
+    def __post_init__(self) -> None:
+        """Count the rows of the batch that are tree nodes."""
+        self.num_rows = sum(len(tree.depths) for tree in self.trees)
 
 
 class TreeStore:
