@@ -110,19 +110,16 @@ def compact_kv(
     Raises:
         ValueError: a shape, dtype, device or stride does not fit; says what was expected.
     """
-    _, size = table.unit
     _check(table, block_table, prefix_lens, path, num_accepted)
     view, num_reqs = table.views[0], path.shape[0]
-    (_, block_size, heads, elements), width = view.shape, view.element_size()
-    strides = [stride * width // size for stride in view.stride()[:3]]
-    head_units = elements * width // size
+    _, block_size, heads, head_units = view.shape
     block_u = min(triton.next_power_of_2(heads * head_units), _MAX_BLOCK_U)
     if num_reqs > 0:
         grid = (num_reqs, len(table.views), triton.cdiv(heads * head_units, block_u))
         _compact_kv_kernel[grid](
-            table.pointers, *strides, block_table, block_table.stride(0), prefix_lens, path,
-            path.stride(0), num_accepted, path.shape[1], head_units, heads * head_units,
-            UNIT=_TRITON_UNITS[size], BLOCK_SIZE=block_size, BLOCK_P=_BLOCK_P,
+            table.pointers, *view.stride()[:3], block_table, block_table.stride(0), prefix_lens,
+            path, path.stride(0), num_accepted, path.shape[1], head_units, heads * head_units,
+            UNIT=_TRITON_UNITS[view.element_size()], BLOCK_SIZE=block_size, BLOCK_P=_BLOCK_P,
             BLOCK_U=block_u, num_warps=4,
         )  # fmt: skip
 
@@ -134,6 +131,9 @@ def _check(
     path: torch.Tensor,
     num_accepted: torch.Tensor,
 ) -> None:
+    layout, got = table.layouts
+    require(got == layout, "dtype, shape and strides of a cache", layout, got)
+    require(layout[2][3] == 1, "last stride of the caches", 1, layout[2][3])
     num_reqs, i32 = path.shape[0], (torch.int32,)
     given = {
         "block_table": (block_table, 2, i32),

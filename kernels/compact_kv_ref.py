@@ -35,8 +35,8 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class CacheTable:
     """Caches that share block tables and block size: a view for each layer's keys, and values.
 
-    Every view is [num_blocks, block_size, heads, elements] of integers as wide as the cache's
-    elements. ``CacheTable.of`` makes one of caches as engines have them.
+    Every view is [num_blocks, block_size, heads, units], of the widest integers that its layout
+    allows. ``CacheTable.of`` makes one of caches as engines have them.
     """
 
     views: tuple[torch.Tensor, ...]
@@ -55,8 +55,8 @@ class CacheTable:
             require(cache.dim() in (3, 4), "dims of a cache", "3 or 4", cache.dim())
             require(cache.shape[1] == first.shape[1], "block size", first.shape[1], cache.shape[1])
             require(cache.device == first.device, "cache device", first.device, cache.device)
-        integers = (cache.view(_INTEGERS[cache.element_size()]) for cache in caches)
-        return cls(tuple(cache.unsqueeze(2) if cache.dim() == 3 else cache for cache in integers))
+        views = (cache.unsqueeze(2) if cache.dim() == 3 else cache for cache in caches)
+        return cls(tuple(_widest(view) for view in views))
 
     @property
     def block_size(self) -> int:
@@ -70,29 +70,18 @@ class CacheTable:
         return torch.tensor(addresses, dtype=torch.int64, device=self.views[0].device)
 
     @cached_property
-    def unit(self) -> tuple[torch.dtype, int]:
-        """(widest integer that all addresses and strides of the views fit, its size in bytes).
-
-        Raises:
-            ValueError: the views differ in shape, strides or element size, or heads are strided.
-        """
-        first = self.views[0]
-        for view in self.views:
-            layout = (first.dtype, first.shape, first.stride())
-            got = (view.dtype, view.shape, view.stride())
-            require(got == layout, "dtype, shape and strides of a cache", layout, got)
-        require(first.stride(3) == 1, "last stride of the caches", 1, first.stride(3))
-        sizes = [first.shape[3], *first.stride()[:3]]
-        common = math.gcd(*(size * first.element_size() for size in sizes))
-        common = math.gcd(common, 8, *(view.data_ptr() for view in self.views))
-        return _INTEGERS[common], common
+    def layouts(self) -> tuple[tuple, tuple]:
+        """(units, shape and strides of the first view, those of one that differs or its own)."""
+        found = [(view.dtype, tuple(view.shape), view.stride()) for view in self.views]
+        return found[0], next((layout for layout in found if layout != found[0]), found[0])
 
     @cached_property
     def storages(self) -> tuple[tuple[tuple[torch.Tensor, ...], list[torch.Tensor]], ...]:
         """(views, flat storages of that layout) for each layout: one index moves them all."""
-        together: dict[int, list[torch.Tensor]] = {}
+        together: dict[tuple, list[torch.Tensor]] = {}
         for view in self.views:
-            together.setdefault(view.untyped_storage().data_ptr(), []).append(view)
+            place = (view.untyped_storage().data_ptr(), view.dtype)
+            together.setdefault(place, []).append(view)
         layouts: dict[tuple, tuple[tuple[torch.Tensor, ...], list[torch.Tensor]]] = {}
         for views in together.values():
             key = tuple((v.dtype, v.shape, v.stride(), v.storage_offset()) for v in views)
@@ -134,8 +123,17 @@ def compact_kv_ref(
             flat.index_copy_(0, target, flat.index_select(0, source))
 
 
+def _widest(cache: torch.Tensor) -> torch.Tensor:
+    """The same bytes as integers of up to 8, where they lie side by side and aligned."""
+    width = cache.element_size()
+    if cache.stride(3) == 1:
+        steps = (cache.shape[3], *cache.stride()[:3], int(cache.storage_offset()))
+        width = math.gcd(8, cache.data_ptr(), *(step * width for step in steps))
+    return cache.view(_INTEGERS[width])
+
+
 def _elements(view: torch.Tensor, blocks: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """Where in the storage the elements of these slots lie, [slots * heads * elements]."""
+    """Where in the storage the units of these slots lie, [slots * heads * units]."""
     steps = view.stride()
     head = torch.arange(view.shape[2], device=view.device)
     element = torch.arange(view.shape[3], device=view.device)
