@@ -65,7 +65,7 @@ def _accept_block_kernel(  # type: ignore[no-untyped-def]
             left = sum_rest(law_ptr, drawn_ptr, weight, 1.0, vocab_size, BLOCK_V)
             # Nothing left and nothing lost: whatever follows will be accepted.
             lost = left + 1 - weight
-            chance = tl.where(lost > 0, left / lost, 1.0)
+            chance = tl.where(lost > 0, left / tl.maximum(lost, 1e-30), 1.0)
         if tl.load(accept_uniform_ptr + row) < chance:
             accepted, kept = i, weight
     bonus = tl.full([], -1, tl.int64)

@@ -26,6 +26,12 @@ import torch
 import triton
 import triton.language as tl
 
+from speculators_ext.kernels.attention_steps import (
+    cap_scores,
+    load_positions,
+    load_rows,
+    step_softmax,
+)
 from speculators_ext.kernels.checks import check_placement, require
 from speculators_ext.kernels.packed_attention_ref import DequantScales
 
@@ -38,53 +44,6 @@ _ROW_DTYPES = {
 }
 _FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2)
 _MIN_HEAD_SIZE, _MAX_HEAD_SIZE = 32, 256
-
-
-@triton.jit
-def _cap_scores(scores, SOFT_CAP: tl.constexpr) -> tl.tensor:  # type: ignore[no-untyped-def]
-    if SOFT_CAP > 0:
-        # tanh |x| = (1 - e) / (1 + e) with e = exp(-2 |x|), which cannot overflow.
-        decay = tl.exp(tl.abs(scores) * (-2 / SOFT_CAP))
-        capped = SOFT_CAP * (1 - decay) / (1 + decay)
-        scores = tl.where(scores < 0, -capped, capped)
-    return scores
-
-
-@triton.jit
-def _load_positions(  # type: ignore[no-untyped-def]
-    cache_ptr,  # of one KV head: [num_blocks, block_size, head_size]
-    block_stride,
-    slot_stride,
-    block_table_ptr,  # of one request: [max_blocks]
-    position,  # [BLOCK_N]
-    stop,  # positions from here on do not exist
-    HEAD_SIZE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    DOT_DTYPE: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-) -> tl.tensor:  # [BLOCK_N, BLOCK_D], zero where nothing exists
-    exists = position < stop
-    block = tl.load(block_table_ptr + position // BLOCK_SIZE, mask=exists, other=0).to(tl.int64)
-    slot = (position % BLOCK_SIZE).to(tl.int64)
-    dim = tl.arange(0, BLOCK_D)
-    at = (block * block_stride + slot * slot_stride)[:, None] + dim[None, :]
-    mask = exists[:, None] & (dim < HEAD_SIZE)[None, :]
-    return tl.load(cache_ptr + at, mask=mask, other=0.0).to(DOT_DTYPE)
-
-
-@triton.jit
-def _load_rows(ptr, row, row_stride, head, head_stride, dim, live) -> tl.tensor:  # type: ignore[no-untyped-def]
-    at = row * row_stride + head * head_stride + dim
-    return tl.load(ptr + at, mask=live, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def _step_softmax(scores, largest, total) -> tuple:  # type: ignore[no-untyped-def]
-    """(weights of these scores, factor of what was summed before, new largest, new total)."""
-    new_largest = tl.maximum(largest, tl.max(scores, axis=1))
-    shrink = tl.exp(largest - new_largest)
-    weights = tl.exp(scores - new_largest[:, None])
-    return weights, shrink, new_largest, total * shrink + tl.sum(weights, axis=1)
 
 
 @triton.jit
@@ -136,11 +95,11 @@ def _packed_attention_kernel(  # type: ignore[no-untyped-def]
     own_scale = scale if q_scale_ptr is None else scale * tl.load(q_scale_ptr)
     prefix_scale = own_scale if k_scale_ptr is None else own_scale * tl.load(k_scale_ptr)
     value_scale = 1.0 if v_scale_ptr is None else tl.load(v_scale_ptr)
-    query = _load_rows(query_ptr, row, query_row_stride, head, query_head_stride, dim, live)
-    own_key = _load_rows(key_ptr, row, key_row_stride, kv_head, key_head_stride, dim, live)
-    attended = _load_rows(value_ptr, row, value_row_stride, kv_head, value_head_stride, dim, live)
+    query = load_rows(query_ptr, row, query_row_stride, head, query_head_stride, dim, live)
+    own_key = load_rows(key_ptr, row, key_row_stride, kv_head, key_head_stride, dim, live)
+    attended = load_rows(value_ptr, row, value_row_stride, kv_head, value_head_stride, dim, live)
     attended = attended / value_scale
-    largest = _cap_scores(tl.sum(query * own_key, axis=1) * own_scale, SOFT_CAP)
+    largest = cap_scores(tl.sum(query * own_key, axis=1) * own_scale, SOFT_CAP)
     total = tl.full([BLOCK_M], 1.0, tl.float32)
 
     prefix_len = tl.load(prefix_lens_ptr + request).to(tl.int32)
@@ -150,15 +109,15 @@ def _packed_attention_kernel(  # type: ignore[no-untyped-def]
     value_cache_ptr += kv_head * value_cache_head_stride
     for start in range(first, prefix_len, BLOCK_N):
         position = start + tl.arange(0, BLOCK_N)
-        keys = _load_positions(
+        keys = load_positions(
             key_cache_ptr, key_block_stride, key_slot_stride, block_table_ptr, position,
             prefix_len, HEAD_SIZE, BLOCK_SIZE, DOT_DTYPE, BLOCK_D,
         )  # fmt: skip
         scores = tl.dot(query.to(DOT_DTYPE), tl.trans(keys), input_precision="ieee") * prefix_scale
         exists = (position < prefix_len)[None, :]
-        scores = tl.where(exists, _cap_scores(scores, SOFT_CAP), float("-inf"))
-        weights, shrink, largest, total = _step_softmax(scores, largest, total)
-        values = _load_positions(
+        scores = tl.where(exists, cap_scores(scores, SOFT_CAP), float("-inf"))
+        weights, shrink, largest, total = step_softmax(scores, largest, total)
+        values = load_positions(
             value_cache_ptr, value_block_stride, value_slot_stride, block_table_ptr, position,
             prefix_len, HEAD_SIZE, BLOCK_SIZE, DOT_DTYPE, BLOCK_D,
         )  # fmt: skip

@@ -38,10 +38,11 @@ TARGETS = {
 
 
 def resources(compiled: CompiledKernel) -> dict[str, int]:
-    """Registers a thread, spilled bytes (NVIDIA) or registers (AMD), shared memory in bytes."""
+    """Registers a thread, what spills to memory (0 in either unit), shared memory in bytes."""
     if "amdgcn" in compiled.asm:
         found = dict(re.findall(r"\.(\w+):\s+(\d+)", compiled.asm["amdgcn"]))
-        spilled = int(found["vgpr_spill_count"]) + int(found["sgpr_spill_count"])
+        # Scalar registers overflow into lanes of vector registers, which is no memory.
+        spilled = int(found["vgpr_spill_count"]) + int(found["private_segment_fixed_size"])
         registers = int(found["vgpr_count"])
     else:
         with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:

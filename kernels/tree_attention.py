@@ -1,0 +1,336 @@
+r"""Attention of draft trees over a paged KV cache, in one launch for all requests and heads.
+
+Query row i of a request attends to its prefix, positions j < p of the cache, and to the tree rows
+whose bit is set in its mask words, its ancestors and itself:
+
+    out_i = sum_j exp(a_ij - lse_i) V_j,  lse_i = log sum_j exp(a_ij),  a_ij = cap(scale q_i . K_j)
+
+with cap(a) = c tanh(a / c) where there is a soft cap c. Row i stands at position p + depth_i; a
+window of w positions hides what stands at p + depth_i - w or before. ``tree_attention_ref`` is the
+definition in torch.
+
+A program owns one request, one KV head and a block of (row, query head of the group) pairs, so a
+key is read once for all query heads and rows that want it. The tree rows come first: each row sees
+itself, so the softmax, online and in float32, has a finite maximum before the prefix begins. Tree
+rows lie in the cache behind the prefix or in tensors of their own (``LocalRows``).
+
+Cascade: ``with_prefix=False`` gives the tree's part with its lse. ``merge_attention`` joins it with
+a prefix part from any kernel that returns one.
+
+Never materialised: scores, masks, a gathered prefix.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+from speculators_ext.kernels.attention_steps import (
+    load_positions,
+    load_rows,
+    load_scale,
+    score_block,
+    see_rows,
+    store_lse,
+)
+from speculators_ext.kernels.packed_attention_ref import DequantScales
+from speculators_ext.kernels.tree_attention_checks import (
+    check_cache,
+    check_requests,
+    check_rows,
+    check_trees,
+)
+
+if TYPE_CHECKING:
+    from speculators_ext.kernels.tree_attention_ref import LocalRows
+
+__all__ = ["tree_attention"]
+
+DOT_DTYPES = {
+    torch.float32: tl.float32,
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+}
+
+
+@triton.jit
+def _load_local(  # type: ignore[no-untyped-def]
+    rows_ptr,  # [L, num_kv_heads, head_size], or None: in the cache
+    row_stride,
+    head_stride,
+    first_row,
+    local,  # [BLOCK_N]
+    num_rows,
+    kv_head,
+    cache_ptr,  # of one KV head: [num_blocks, block_size, head_size]
+    block_stride,
+    slot_stride,
+    block_table_ptr,
+    prefix_len,
+    HEAD_SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    DOT_DTYPE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+) -> tl.tensor:  # [BLOCK_N, BLOCK_D]
+    """Tree rows, zero where none is."""
+    if rows_ptr is None:
+        return load_positions(
+            cache_ptr, block_stride, slot_stride, block_table_ptr, prefix_len + local,
+            prefix_len + num_rows, HEAD_SIZE, BLOCK_SIZE, DOT_DTYPE, BLOCK_D,
+        )  # fmt: skip
+    else:
+        dim = tl.arange(0, BLOCK_D)[None, :]
+        live = (local < num_rows)[:, None] & (dim < HEAD_SIZE)
+        at = (first_row + local)[:, None]
+        return load_rows(rows_ptr, at, row_stride, kv_head, head_stride, dim, live).to(DOT_DTYPE)
+
+
+@triton.jit
+def _tree_attention_kernel(  # type: ignore[no-untyped-def]
+    out_ptr,  # [N, num_heads, head_size]
+    out_row_stride,
+    out_head_stride,
+    lse_ptr,  # [N, num_heads] float32, or None
+    lse_row_stride,
+    query_ptr,  # [N, num_heads, head_size]
+    query_row_stride,
+    query_head_stride,
+    key_ptr,  # [L, num_kv_heads, head_size], or None: tree rows are in the cache
+    key_row_stride,
+    key_head_stride,
+    value_ptr,  # likewise
+    value_row_stride,
+    value_head_stride,
+    key_cache_ptr,  # [num_blocks, block_size, num_kv_heads, head_size]
+    key_block_stride,
+    key_slot_stride,
+    key_cache_head_stride,
+    value_cache_ptr,  # [num_blocks, block_size, num_kv_heads, head_size]
+    value_block_stride,
+    value_slot_stride,
+    value_cache_head_stride,
+    block_table_ptr,  # [R, max_blocks] int32
+    block_table_stride,
+    prefix_lens_ptr,  # [R] int32 or int64
+    cu_nodes_ptr,  # [R + 1] int32
+    cu_rows_ptr,  # [R + 1] int32, of the tree rows; cu_nodes where they are the queries'
+    mask_ptr,  # [N, W] int32
+    mask_row_stride,
+    depths_ptr,  # [N] int32, or None: no window
+    row_depths_ptr,  # [L] int32, or None
+    q_scale_ptr,  # [1] float32, or None: the query is not quantized
+    k_scale_ptr,  # [1] float32, or None: the cache is not quantized
+    v_scale_ptr,  # [1] float32, or None
+    scale,
+    GROUP: tl.constexpr,  # query heads a KV head
+    HEAD_SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,  # positions a cache block holds
+    WINDOW: tl.constexpr,  # 0: none
+    SOFT_CAP: tl.constexpr,  # 0.0: none
+    WITH_PREFIX: tl.constexpr,
+    DOT_DTYPE: tl.constexpr,  # dtype of the rows
+    BLOCK_M: tl.constexpr,  # (row, query head) pairs a program
+    BLOCK_N: tl.constexpr,  # prefix positions a step
+    BLOCK_L: tl.constexpr,  # tree rows a step
+    BLOCK_D: tl.constexpr,  # head_size, padded to a power of two
+) -> None:
+    request, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    first = tl.load(cu_nodes_ptr + request).to(tl.int64)
+    count = (tl.load(cu_nodes_ptr + request + 1) - first).to(tl.int32)
+    if tl.program_id(2) * BLOCK_M >= count * GROUP:
+        return
+    pair = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    own, is_live = pair // GROUP, pair < count * GROUP
+    row, head = (first + own)[:, None], (kv_head * GROUP + pair % GROUP)[:, None]
+    dim = tl.arange(0, BLOCK_D)[None, :]
+    live = is_live[:, None] & (dim < HEAD_SIZE)
+    query = load_rows(
+        query_ptr, row, query_row_stride, head, query_head_stride, dim, live
+    ).to(DOT_DTYPE)  # fmt: skip
+    own_scale = scale * load_scale(q_scale_ptr)
+    cache_scale, value_scale = own_scale * load_scale(k_scale_ptr), load_scale(v_scale_ptr)
+    row_scale = cache_scale if key_ptr is None else own_scale
+
+    first_row = tl.load(cu_rows_ptr + request).to(tl.int64)
+    num_rows = (tl.load(cu_rows_ptr + request + 1) - first_row).to(tl.int32)
+    prefix_len = tl.load(prefix_lens_ptr + request).to(tl.int32)
+    mask_ptr += first * mask_row_stride
+    block_table_ptr += request * block_table_stride
+    key_cache_ptr += kv_head * key_cache_head_stride
+    value_cache_ptr += kv_head * value_cache_head_stride
+    if WINDOW > 0:
+        depth = tl.load(depths_ptr + first + own, mask=is_live, other=0)
+
+    # Finite, so that rows that have seen nothing yet stay numbers: exp(-inf - largest) is 0.
+    largest, total = tl.full([BLOCK_M], -1e30, tl.float32), tl.zeros([BLOCK_M], tl.float32)
+    attended = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for start in tl.range(0, num_rows, BLOCK_L, num_stages=1):
+        local = start + tl.arange(0, BLOCK_L)
+        seen = see_rows(mask_ptr, mask_row_stride, own, is_live, start, num_rows, BLOCK_L)
+        if WINDOW > 0:
+            stands = tl.load(row_depths_ptr + first_row + local, mask=local < num_rows, other=0)
+            seen = seen & (stands[None, :] > depth[:, None] - WINDOW)
+        keys = _load_local(
+            key_ptr, key_row_stride, key_head_stride, first_row, local, num_rows, kv_head,
+            key_cache_ptr, key_block_stride, key_slot_stride, block_table_ptr, prefix_len,
+            HEAD_SIZE, BLOCK_SIZE, DOT_DTYPE, BLOCK_D,
+        )  # fmt: skip
+        weights, shrink, largest, total = score_block(
+            query, keys, seen, row_scale, largest, total, SOFT_CAP
+        )
+        values = _load_local(
+            value_ptr, value_row_stride, value_head_stride, first_row, local, num_rows, kv_head,
+            value_cache_ptr, value_block_stride, value_slot_stride, block_table_ptr, prefix_len,
+            HEAD_SIZE, BLOCK_SIZE, DOT_DTYPE, BLOCK_D,
+        )  # fmt: skip
+        attended = attended * shrink[:, None]
+        attended = tl.dot(weights.to(DOT_DTYPE), values, acc=attended, input_precision="ieee")
+
+    if key_ptr is not None:
+        attended = attended / value_scale
+    begin = tl.maximum(prefix_len + 1 - WINDOW, 0) if WINDOW > 0 else 0
+    for start in range(begin, prefix_len if WITH_PREFIX else 0, BLOCK_N):
+        position = start + tl.arange(0, BLOCK_N)
+        seen = (position < prefix_len)[None, :]
+        if WINDOW > 0:
+            seen = seen & (position[None, :] > prefix_len + depth[:, None] - WINDOW)
+        keys = load_positions(
+            key_cache_ptr, key_block_stride, key_slot_stride, block_table_ptr, position,
+            prefix_len, HEAD_SIZE, BLOCK_SIZE, DOT_DTYPE, BLOCK_D,
+        )  # fmt: skip
+        weights, shrink, largest, total = score_block(
+            query, keys, seen, cache_scale, largest, total, SOFT_CAP
+        )
+        values = load_positions(
+            value_cache_ptr, value_block_stride, value_slot_stride, block_table_ptr, position,
+            prefix_len, HEAD_SIZE, BLOCK_SIZE, DOT_DTYPE, BLOCK_D,
+        )  # fmt: skip
+        attended = attended * shrink[:, None]
+        attended = tl.dot(weights.to(DOT_DTYPE), values, acc=attended, input_precision="ieee")
+
+    attended = attended * (value_scale / tl.where(total > 0, total, 1.0))[:, None]
+    out_ptr += row * out_row_stride + head * out_head_stride
+    tl.store(out_ptr + dim, attended.to(out_ptr.dtype.element_ty), mask=live)
+    store_lse(lse_ptr, row * lse_row_stride + head, largest, total, is_live)
+
+
+def tree_attention(
+    query: torch.Tensor,  # [N, num_heads, head_size]
+    key_cache: torch.Tensor,  # [num_blocks, block_size, num_kv_heads, head_size]
+    value_cache: torch.Tensor,  # [num_blocks, block_size, num_kv_heads, head_size]
+    block_table: torch.Tensor,  # [R, max_blocks]
+    prefix_lens: torch.Tensor,  # [R]
+    cu_nodes: torch.Tensor,  # [R + 1]
+    mask_words: torch.Tensor,  # [N, W]
+    *,
+    max_nodes: int,
+    scale: float,
+    soft_cap: float = 0.0,
+    sliding_window: int = 0,
+    depths: torch.Tensor | None = None,  # [N]
+    local: LocalRows | None = None,
+    with_prefix: bool = True,
+    dequant: DequantScales = DequantScales(),  # noqa: B008 (immutable)
+    out: torch.Tensor | None = None,  # [N, num_heads, head_size]
+    lse: torch.Tensor | None = None,  # [N, num_heads]
+) -> torch.Tensor:
+    """Attend each tree row to its request's prefix and the tree rows it sees; see the module.
+
+    Nothing is read back, so the host does not wait. Every tensor is on one device (a GPU, or the
+    CPU under Triton's interpreter) and contiguous in its last dimension; other strides are free.
+
+    Args:
+        query: [N, num_heads, head_size], a request's rows together; the rows' dtype (float32,
+            float16 or bfloat16) or fp8. ``head_size`` is 32 to 256.
+        key_cache: [num_blocks, block_size, num_kv_heads, head_size], the rows' dtype or fp8.
+        value_cache: likewise.
+        block_table: [R, max_blocks] int32; request r reads the entries of its prefix, and of its
+            tree where ``local`` is None, unchecked.
+        prefix_lens: [R] int32 or int64, positions each request has before its tree; may be 0.
+        cu_nodes: [R + 1] int32, request r owns query rows ``cu_nodes[r]`` to ``cu_nodes[r + 1]``.
+        mask_words: [N, W] int32; bit j of word k: the row sees tree row 32 k + j of its request.
+        max_nodes: the most query rows of a request, known to the host.
+        scale: multiplies the scores.
+        soft_cap: scores become ``cap * tanh(score / cap)``; 0 leaves them.
+        sliding_window: positions a row sees, its own included; 0 for all.
+        depths: [N] int32, needed with a window: a row's position less its request's prefix.
+        local: tree rows outside the cache; by default they are in it, row j of a request at
+            position ``prefix_lens[r] + j``, and number as its query rows.
+        with_prefix: whether the prefix is attended to as well as the tree.
+        dequant: what fp8 queries and caches are multiplied by.
+        out: [N, num_heads, head_size] to write to; by default a new tensor of the rows' dtype.
+            A row that sees nothing gives 0.
+        lse: [N, num_heads] float32 to write to; -inf for a row that sees nothing.
+
+    Returns:
+        [N, num_heads, head_size]: ``out``.
+
+    Raises:
+        ValueError: a shape, dtype, device or stride does not fit; says what was expected.
+    """
+    rows = check_rows(query, key_cache, local)
+    if out is None:
+        out = torch.empty(query.shape, dtype=rows, device=query.device)
+    check_cache(query, key_cache, value_cache, out, lse)
+    check_requests(query, block_table, prefix_lens, cu_nodes, mask_words, max_nodes, dequant)
+    check_trees(query, cu_nodes, mask_words, max_nodes, sliding_window, depths, local)
+    if query.shape[0] == 0:
+        return out
+    num_heads, head_size = query.shape[1:]
+    num_kv_heads, num_pairs = key_cache.shape[2], max_nodes * num_heads // key_cache.shape[2]
+    block_m, block_n = choose_tiles(num_pairs, head_size, rows)
+    key, value = (None, None) if local is None else (local.key, local.value)
+    _tree_attention_kernel[(prefix_lens.shape[0], num_kv_heads, triton.cdiv(num_pairs, block_m))](
+        out,
+        *out.stride()[:2],
+        lse,
+        0 if lse is None else lse.stride(0),
+        query,
+        *query.stride()[:2],
+        key,
+        *((0, 0) if key is None else key.stride()[:2]),
+        value,
+        *((0, 0) if value is None else value.stride()[:2]),
+        key_cache,
+        *key_cache.stride()[:3],
+        value_cache,
+        *value_cache.stride()[:3],
+        block_table,
+        block_table.stride(0),
+        prefix_lens,
+        cu_nodes,
+        cu_nodes if local is None else local.cu_rows,
+        mask_words,
+        mask_words.stride(0),
+        depths,
+        depths if local is None else local.depths,
+        *dequant,
+        scale,
+        GROUP=num_heads // num_kv_heads,
+        HEAD_SIZE=head_size,
+        BLOCK_SIZE=key_cache.shape[1],
+        WINDOW=sliding_window,
+        SOFT_CAP=soft_cap,
+        WITH_PREFIX=with_prefix,
+        DOT_DTYPE=DOT_DTYPES[rows],
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        BLOCK_L=min(block_n, 32),
+        BLOCK_D=triton.next_power_of_2(head_size),
+        num_warps=4,
+        num_stages=2,
+    )
+    return out
+
+
+def choose_tiles(num_pairs: int, head_size: int, dtype: torch.dtype) -> tuple[int, int]:
+    """(BLOCK_M, BLOCK_N): the largest that stay in registers on sm_80, sm_90, sm_100 and gfx942.
+
+    float32 products are exact ("ieee"), which costs registers where others use tensor cores.
+    """
+    if dtype == torch.float32:
+        return (16 if num_pairs <= 16 or head_size > 64 else 32), 16
+    return (16 if num_pairs <= 16 else 32), (64 if head_size <= 64 else 32)
