@@ -12,11 +12,19 @@ if TYPE_CHECKING:
     from speculators_ext.kernels.packed_attention_ref import DequantScales
     from speculators_ext.kernels.tree_attention_ref import LocalRows
 
-__all__ = ["check_cache", "check_requests", "check_rows"]
+__all__ = [
+    "check_cache",
+    "check_latents",
+    "check_outputs",
+    "check_requests",
+    "check_rows",
+    "check_trees",
+]
 
 _ROW_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2)
 _MIN_HEAD_SIZE, _MAX_HEAD_SIZE = 32, 256
+_MIN_LATENT = 16
 
 
 def check_rows(
@@ -40,6 +48,13 @@ def check_rows(
         require(local.key.dtype == local.value.dtype, "local dtypes", "one", "two")
         check_placement({"local key": local.key, "local value": local.value}, query.device)
         given.insert(0, local.key.dtype)
+    return _check_dtypes(given, query, "key_cache", key_cache)
+
+
+def _check_dtypes(
+    given: list[torch.dtype], query: torch.Tensor, name: str, cache: torch.Tensor
+) -> torch.dtype:
+    """The rows' dtype, which query and cache have where they are not fp8."""
     rows = next((dtype for dtype in given if dtype not in _FP8_DTYPES), torch.bfloat16)
     require(rows in _ROW_DTYPES, "rows' dtype", _ROW_DTYPES, rows)
     if query.device.type == "cpu":
@@ -47,8 +62,20 @@ def check_rows(
         require(rows != torch.bfloat16, "rows' dtype on a CPU", _ROW_DTYPES[:2], rows)
     readable = (rows, *_FP8_DTYPES)
     require(query.dtype in readable, "query dtype", readable, query.dtype)
-    require(key_cache.dtype in readable, "key_cache dtype", readable, key_cache.dtype)
+    require(cache.dtype in readable, f"{name} dtype", readable, cache.dtype)
     return rows
+
+
+def check_latents(query: torch.Tensor, cache: torch.Tensor, latent: int) -> torch.dtype:
+    """Shapes of a latent cache and its query; the rows' dtype."""
+    require(query.dim() == cache.dim() == 3, "dims of query, cache", 3, (query.dim(), cache.dim()))
+    width = query.shape[2]
+    require(cache.shape[2] == width, "width of cache", width, cache.shape[2])
+    for name, part in (("latent", latent), ("rotated key", width - latent)):
+        fits = part >= _MIN_LATENT and part & (part - 1) == 0
+        require(fits, f"numbers of the {name}", f"a power of two from {_MIN_LATENT} on", part)
+    check_placement({"cache": cache}, query.device)
+    return _check_dtypes([query.dtype, cache.dtype], query, "cache", cache)
 
 
 def check_cache(
