@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 DECAY = 0.8  # of the loss, a step
 TOP_SHARE = 0.5  # of the target's top token in what the head learns
 BETAS, CLIP = (0.9, 0.95), 1.0
+FIRST_ALONE = 0.35  # share of the updates that train the first step only, at a third of the cost
+HEAD_RATE = 0.3  # of the learning rate, for the rows that start as the target's embedding
 console = Console(soft_wrap=True)
 
 
@@ -50,17 +52,23 @@ def new_head(target: Any, data: Conversations, draft_vocab: int) -> Eagle3Head:
     seen = sample.states[:, sample.first + 1 :][column < sample.lengths[:, None] - 1]
     scale = seen.float().square().mean(0).rsqrt()
     head = Eagle3Head(target.config, embedding, draft_ids, scale)
-    hidden, layer = target.config.hidden_size, target.model.layers[-1]
+    hidden, layers = target.config.hidden_size, target.model.layers
+    first, last = layers[0], layers[-1]
     with torch.no_grad():
+        # The feature starts as the highest state itself, so that the last layer's weights mean
+        # what they meant; the embeddings meet the weights of the layer that reads embeddings.
         head.fc.weight.normal_(std=0.3 / math.sqrt(3 * hidden))
-        head.fc.weight[:, 2 * hidden :] += torch.eye(hidden)
+        head.fc.weight[:, 2 * hidden :] += torch.diag(1 / scale[2 * hidden :])
         for name in ("q_proj", "k_proj", "v_proj"):
             weight = getattr(head, name).weight
-            weight[:, :hidden].normal_(std=1 / math.sqrt(hidden))
-            weight[:, hidden:] = getattr(layer.self_attn, name).weight
-        head.o_proj.weight.copy_(layer.self_attn.o_proj.weight)
+            weight[:, :hidden] = getattr(first.self_attn, name).weight
+            weight[:, hidden:] = getattr(last.self_attn, name).weight
+        head.o_proj.weight.copy_(last.self_attn.o_proj.weight)
         for name in ("gate_proj", "up_proj", "down_proj"):
-            getattr(head, name).weight.copy_(getattr(layer.mlp, name).weight)
+            getattr(head, name).weight.copy_(getattr(last.mlp, name).weight)
+        head.input_layernorm.weight.copy_(first.input_layernorm.weight)
+        head.hidden_norm.weight.copy_(last.input_layernorm.weight)
+        head.post_attention_layernorm.weight.copy_(last.post_attention_layernorm.weight)
         head.norm.weight.copy_(target.model.norm.weight)
         head.lm_head.weight.copy_(embedding[draft_ids])
     return head
@@ -71,8 +79,12 @@ class Trainer:
 
     def __init__(self, head: Eagle3Head, rate: float, steps: int, unroll: int) -> None:
         self.head, self.rate, self.steps, self.unroll = head, rate, steps, unroll
+        slow = list(head.lm_head.parameters())
+        fast = [p for name, p in head.named_parameters() if not name.startswith("lm_head")]
         self.optimizer = torch.optim.AdamW(
-            head.parameters(), lr=rate, betas=BETAS, weight_decay=0.01, fused=True
+            [{"params": fast, "share": 1.0}, {"params": slow, "share": HEAD_RATE}],
+            *(rate, BETAS, 1e-8, 0.01),
+            fused=True,
         )
         self.done = 0
         self._set_vocabulary()
@@ -104,11 +116,13 @@ class Trainer:
         column = torch.arange(batch.final.shape[1])
         return (column + step < batch.lengths[:, None] - 1).flatten().nonzero()[:, 0]
 
-    def unrolled(self, batch: Batch) -> Iterator[tuple[int, Tensor, Tensor]]:
+    def depth(self) -> int:
+        """How many steps this update unrolls: one at first, since the others build on it."""
+        return 1 if self.done < FIRST_ALONE * self.steps else self.unroll
+
+    def unrolled(self, batch: Batch, depth: int) -> Iterator[tuple[int, Tensor, Tensor]]:
         """(step, rows of the targets in [B * A], normed features of the drafts) of each step."""
-        features = self.head.unroll(
-            batch.tokens, batch.states, batch.padding, batch.first, self.unroll
-        )
+        features = self.head.unroll(batch.tokens, batch.states, batch.padding, batch.first, depth)
         for step, feature in enumerate(features):
             rows = self.rows(batch, step)
             x = feature.flatten(0, 1).index_select(0, rows)
@@ -120,7 +134,7 @@ class Trainer:
         q, top, mass = self.wanted(batch)
         total = torch.zeros(())
         count = len(self.rows(batch, 0))
-        for step, wanted, x in self.unrolled(batch):
+        for step, wanted, x in self.unrolled(batch, self.depth()):
             total = total + SoftCrossEntropy.apply(
                 x,
                 self.head.lm_head.weight,
@@ -135,7 +149,7 @@ class Trainer:
         warm = min(1.0, (self.done + 1) / (0.03 * self.steps))
         cosine = 0.5 + 0.5 * math.cos(math.pi * min(1.0, self.done / self.steps))
         for group in self.optimizer.param_groups:
-            group["lr"] = self.rate * warm * (0.02 + 0.98 * cosine)
+            group["lr"] = group["share"] * self.rate * warm * (0.02 + 0.98 * cosine)
         with torch.autocast("cpu", torch.bfloat16):
             loss = self.loss(batch)
         loss.backward()
@@ -155,7 +169,7 @@ class Trainer:
             complete = self.rows(batch, self.unroll - 1)
             count += len(complete)
             with torch.autocast("cpu", torch.bfloat16):
-                for step, wanted, x in self.unrolled(batch):
+                for step, wanted, x in self.unrolled(batch, self.unroll):
                     guess = self.head.draft_ids[self.head.lm_head(x).argmax(-1)]
                     alive[wanted - step] &= guess == batch.top.flatten()[wanted]
                     right[step] += alive[complete].sum()
