@@ -99,7 +99,7 @@ def build_speculative_config(
     if method == "eagle2":
         from speculators_ext.engines.vllm.eagle2.requested import check_eagle2
 
-        rides = check_eagle2(request, cast("Eagle2Config", options), target)
+        rides = check_eagle2(request, cast("Eagle2Config", options), args, target)
     else:
         _check_skip_unit(options, target)
     stock = {k: v for k, v in request.items() if k not in ("method", "method_config")}

@@ -37,6 +37,8 @@ class ExtSpeculativeConfig(SpeculativeConfig):
         self.method = self.rides or METHODS[self.ext_method].rides  # type: ignore[assignment]
         if not METHODS[self.ext_method].drafts_alone:
             super().__post_init__()
+            # vLLM leaves zeros here, which it refuses on a copy made by `replace`.
+            self.prompt_lookup_max = self.prompt_lookup_min = None
             return
         self.model = self.target_model_config.model
         self.draft_model_config = _copy_model_config(self.target_model_config)

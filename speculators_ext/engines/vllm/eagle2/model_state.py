@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from speculators_ext.engines.vllm.eagle2.attention_cpu import TREES
+from speculators_ext.engines.vllm.eagle2.backlog import Backlog
 from speculators_ext.engines.vllm.eagle2.sampler import TreeRejectionSampler
 from speculators_ext.engines.vllm.eagle2.trees import TreeStore
 from speculators_ext.engines.vllm.request_options import with_request_options
@@ -43,6 +44,7 @@ def needs_chain(params: SamplingParams | None) -> bool:
 class _TreesMixin:
     trees: TreeStore
     chain_only: set[int]
+    backlog: Backlog
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(vllm_config, *args, **kwargs)  # type: ignore[call-arg]
@@ -55,6 +57,7 @@ class _TreesMixin:
             state.device,
         )
         self.chain_only = set()
+        self.backlog = Backlog()
         self._always_chain = bool(state.model_config.logits_processors)
         self._positions = torch.zeros(state.max_num_tokens, dtype=torch.int64, device=state.device)
         self.compact: Callable[[Any, torch.Tensor], None] | None = None
@@ -63,6 +66,7 @@ class _TreesMixin:
         """A new owner of the slot: no tree yet, and perhaps never one."""
         super().add_request(req_index, new_req_data)  # type: ignore[misc]
         self.trees.reset(req_index)
+        self.backlog.drop(req_index)
         self.chain_only.discard(req_index)
         if self._always_chain or needs_chain(new_req_data.sampling_params):
             self.chain_only.add(req_index)

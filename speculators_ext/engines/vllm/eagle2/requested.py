@@ -9,6 +9,7 @@ from speculators_ext.engines.vllm.eagle2.head_files import inspect_head
 
 if TYPE_CHECKING:
     from vllm.config.model import ModelConfig
+    from vllm.engine.arg_utils import EngineArgs
 
     from speculators_ext.config import Eagle2Config
 
@@ -17,8 +18,18 @@ __all__ = ["check_eagle2"]
 MAX_NODES = 255
 
 
-def check_eagle2(request: dict[str, Any], options: Eagle2Config, target: ModelConfig) -> str:
-    """Check the options against each other, the head and the target.
+_REFUSED_FLAGS = {
+    "kv_transfer_config": "KV is saved before an accepted path is moved to the front",
+    "enable_batch_sharded_sampling": "a rank would see some of the accepted paths only",
+    "kv_sharing_fast_prefill": "draft nodes are no prefill",
+    "return_sampling_mask": "masks are not put into path order",
+}
+
+
+def check_eagle2(
+    request: dict[str, Any], options: Eagle2Config, args: EngineArgs, target: ModelConfig
+) -> str:
+    """Check the options against each other, the engine, the head and the target.
 
     Returns:
         The built-in method the head's format rides: ``eagle`` or ``eagle3``.
@@ -47,6 +58,11 @@ def check_eagle2(request: dict[str, Any], options: Eagle2Config, target: ModelCo
                 f"speculative config: {key}={request[key]!r} is refused, 'eagle2' verifies trees "
                 f"of the likeliest drafts; accepted: {accepted}; remove it"
             )
+    for flag, reason in _REFUSED_FLAGS.items():
+        if getattr(args, flag, None):
+            raise ConfigError(
+                f"speculative method 'eagle2': {flag} is not supported, {reason}; remove it"
+            )
     _check_target(target)
     model = request.get("model")
     if not isinstance(model, str) or not model:
@@ -57,6 +73,13 @@ def check_eagle2(request: dict[str, Any], options: Eagle2Config, target: ModelCo
     rides = inspect_head(model, request.get("revision"), target)
     _check_target_class(rides, target)
     return rides
+
+
+def current_platform() -> Any:
+    """vLLM's platform, looked up late: importing it decides it."""
+    from vllm.platforms import current_platform as platform
+
+    return platform
 
 
 def _check_target_class(rides: str, target: ModelConfig) -> None:
@@ -72,6 +95,16 @@ def _check_target_class(rides: str, target: ModelConfig) -> None:
 
 
 def _check_target(target: ModelConfig) -> None:
+    if not current_platform().is_cpu():
+        raise ConfigError(
+            "speculative method 'eagle2': runs on CPUs only in this version, its attention on "
+            "other devices is not wired yet; use vLLM's 'eagle3' there"
+        )
+    if target.use_mla:
+        raise ConfigError(
+            "speculative method 'eagle2': targets with latent attention (MLA) are not supported; "
+            "choose another target"
+        )
     if target.is_hybrid or target.is_attention_free:
         raise ConfigError(
             "speculative method 'eagle2': targets with a recurrent state (Mamba, GDN) are not "

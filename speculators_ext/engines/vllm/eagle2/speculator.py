@@ -9,18 +9,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
-from vllm.config.compilation import CUDAGraphMode
-from vllm.forward_context import set_forward_context
-from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
-from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
-from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 
 from speculators_ext.engines.vllm.drafts import UNUSED_DRAFT
 from speculators_ext.engines.vllm.eagle2.attention_cpu import TreeCPUImpl, use_tree_backend
 from speculators_ext.engines.vllm.eagle2.compaction_cpu import CompactorCPU
+from speculators_ext.engines.vllm.eagle2.extend import ExtendingSpeculator
 from speculators_ext.engines.vllm.eagle2.growth import VllmHead
+from speculators_ext.engines.vllm.eagle2.tree_clock import TreeClock
+from speculators_ext.engines.vllm.ranks import decided_on_rank_0
 from speculators_ext.engines.vllm.request_options import DEFAULT_OPTIONS
 from speculators_ext.engines.vllm.spec_config import ExtSpeculativeConfig
 from speculators_ext.proposers.eagle2 import GrowthLimits, grow_trees
@@ -29,12 +26,14 @@ from speculators_ext.tree import DraftTree
 if TYPE_CHECKING:
     from torch import nn
     from vllm.config import VllmConfig
+    from vllm.config.compilation import CUDAGraphMode
     from vllm.v1.worker.gpu.input_batch import InputBatch
     from vllm.v1.worker.gpu.states import RequestState
 
 __all__ = ["Eagle2Speculator", "build_eagle2_speculator"]
 
-_NO_GRAPH = CUDAGraphMode.NONE
+MAX_BACKLOG = 256
+"""Rows the head may lag behind; running it over so many costs next to nothing a row."""
 
 
 def build_eagle2_speculator(
@@ -45,7 +44,7 @@ def build_eagle2_speculator(
     return Eagle2Speculator(vllm_config, device, req_states)
 
 
-class Eagle2Speculator(EagleSpeculator):
+class Eagle2Speculator(ExtendingSpeculator):
     """Drafts trees with an EAGLE head; see the module's docstring for a round.
 
     Args:
@@ -60,8 +59,8 @@ class Eagle2Speculator(EagleSpeculator):
         super().__init__(vllm_config, device)
         assert isinstance(self.speculative_config, ExtSpeculativeConfig)
         self._options: Any = self.speculative_config.method_config
-        self._state: Any = None
         self._req_states = req_states
+        self._clock = TreeClock(self._options.depth, adaptive=self._options.adaptive)
 
     def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> Any:
         """vLLM's EAGLE model; where the target ties its head to its embedding, so does ours."""
@@ -131,144 +130,76 @@ class Eagle2Speculator(EagleSpeculator):
                 **options,
             )  # fmt: skip
             return drafts.clamp_(min=0)
-        slots = input_batch.idx_mapping
-        sampled = num_sampled.tolist()
+        self._clock.begin(input_batch)
+        slots, sampled = input_batch.idx_mapping, num_sampled.tolist()
         next_tokens = torch.where(
             num_sampled > 0, last_sampled[slots].view(-1), next_prefill_tokens[0, slots]
-        )
-        hidden, features, lengths = self._extend(
-            input_batch,
-            aux_hidden_states or [last_hidden_states],
-            next_tokens,
-            sampled,
+        ).long()
+        lengths = self._note_kept_rows(
+            input_batch, aux_hidden_states or [last_hidden_states], next_tokens, sampled,
             num_rejected.tolist(),
-        )
-        max_drafts, depths = self._limits(input_batch, sampled, lengths, num_speculative_tokens)
-        trees = self._state.trees
-        for slot in input_batch.idx_mapping_np.tolist():
-            trees.reset(slot)
-        rows = [row for row in range(num_reqs) if min(max_drafts[row], depths[row]) > 0]
-        if not rows:
-            return drafts
-        grown = self._grow(
-            input_batch, rows, lengths, hidden[rows], features[rows], next_tokens[rows].long(),
-            [max_drafts[row] for row in rows], [depths[row] for row in rows],
         )  # fmt: skip
-        for row, tree in zip(rows, grown, strict=True):
-            trees.put(int(input_batch.idx_mapping_np[row]), tree)
-            drafts[row, : len(tree) - 1] = torch.from_numpy(tree.tokens[1:])
+        levels = decided_on_rank_0(self._clock.depth(sum(count > 0 for count in sampled)))
+        caps = self._limits(input_batch, sampled, lengths, levels)
+        trees = self._draft(input_batch, caps, next_tokens, num_speculative_tokens, levels)
+        depths = {}
+        for row, slot in enumerate(input_batch.idx_mapping_np.tolist()):
+            self._state.trees.reset(slot)
+            if row in trees:
+                self._state.trees.put(slot, trees[row])
+                drafts[row, : len(trees[row]) - 1] = torch.from_numpy(trees[row].tokens[1:])
+                depths[input_batch.req_ids[row]] = int(trees[row].depths().max())
+        self._clock.end(input_batch, num_sampled, caps)
+        self._clock.drafted(depths)
         return drafts
 
-    def _limits(
+    def _draft(
         self,
         input_batch: InputBatch,
-        sampled: list[int],
-        lengths: list[int],
+        caps: list[int],
+        next_tokens: torch.Tensor,
         num_speculative_tokens: int | None,
-    ) -> tuple[list[int], list[int]]:
-        """The most drafts and the most levels each request can use."""
-        most = self.num_speculative_steps
-        if num_speculative_tokens is not None:
-            most = min(most, num_speculative_tokens)
+        levels: int,
+    ) -> dict[int, DraftTree]:
+        """Run the head over what it must catch up with, and grow trees, by row of the batch."""
+        slots = input_batch.idx_mapping_np.tolist()
+        backlog = self._state.backlog
+        rows = [
+            row for row, cap in enumerate(caps) if cap or backlog.size(slots[row]) >= MAX_BACKLOG
+        ]
+        if not rows:
+            return {}
+        with self._clock.drafting(max(levels, 1) - 1):
+            hidden, features, lengths = self._extend(input_batch, rows)
+            growing = [index for index, row in enumerate(rows) if caps[row]]
+            if not growing:
+                return {}
+            rows = [rows[index] for index in growing]
+            nodes = -(-self.num_speculative_steps * levels // self._options.depth)
+            options = self._state.request_options
+            limits = [options.get(slots[row], DEFAULT_OPTIONS).limit(nodes) for row in rows]
+            if num_speculative_tokens is not None:
+                limits = [min(limit, num_speculative_tokens) for limit in limits]
+            trees = self._grow(
+                input_batch, rows, [lengths[index] for index in growing], hidden[growing],
+                features[growing], next_tokens[rows], limits, [caps[row] for row in rows],
+            )  # fmt: skip
+        return {row: tree for row, tree in zip(rows, trees, strict=True) if len(tree) > 1}
+
+    def _limits(
+        self, input_batch: InputBatch, sampled: list[int], lengths: list[int], levels: int
+    ) -> list[int]:
+        """The most levels each request can use."""
         options = self._state.request_options
-        drafts, depths = [], []
+        caps = []
         for row, slot in enumerate(input_batch.idx_mapping_np.tolist()):
             # `length` tokens have KV, the bonus token follows, and a verification adds one more:
             # drafts past the request's last token would be thrown away.
             end = min(int(self._req_states.max_seq_len[slot]) - 1, self.max_model_len - 1)
             room = end - (lengths[row] + 1)
-            limit = options.get(slot, DEFAULT_OPTIONS).limit(most)
-            drafts.append(limit if sampled[row] > 0 else 0)
-            depths.append(max(0, min(self._options.depth, room)))
-        return drafts, depths
-
-    def _extend(
-        self,
-        input_batch: InputBatch,
-        hidden_states: list[torch.Tensor],
-        next_tokens: torch.Tensor,
-        sampled: list[int],
-        rejected: list[int],
-    ) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
-        """One forward of the head over all rows the target kept, in path order.
-
-        Returns:
-            What `compute_logits` takes and the head's features, [num_reqs, H] each, at every
-            request's last row; and the number of tokens each request has in the caches.
-        """
-        num_reqs = input_batch.num_reqs
-        rows, counts = self._kept_rows(input_batch, sampled, rejected)
-        ends = np.cumsum([0, *counts]).astype(np.int32)
-        total = int(ends[-1])
-        computed = input_batch.num_computed_tokens_np[:num_reqs]
-        lengths = [int(done) + count for done, count in zip(computed, counts, strict=True)]
-        buffers = self.input_buffers
-        buffers.query_start_loc[: num_reqs + 1].copy_(torch.from_numpy(ends))
-        buffers.seq_lens[:num_reqs].copy_(torch.tensor(lengths))
-        offsets = np.arange(total) - np.repeat(ends[:-1] - computed, counts)
-        buffers.positions[:total].copy_(torch.from_numpy(offsets))
-        tokens = buffers.input_ids[:total]
-        tokens[:-1] = input_batch.input_ids[rows[1:]]
-        last = torch.from_numpy(ends[1:] - 1).long()
-        tokens[last] = next_tokens.to(tokens.dtype)
-        hidden = torch.cat([states[rows] for states in hidden_states], dim=-1)
-        if self.method == "eagle3":
-            model: Any = self.model
-            hidden = model.combine_hidden_states(hidden)
-        before_logits, features = self._forward(input_batch, ends, lengths, hidden)
-        return before_logits[last], features[last], lengths
-
-    def _kept_rows(
-        self, input_batch: InputBatch, sampled: list[int], rejected: list[int]
-    ) -> tuple[torch.Tensor, list[int]]:
-        """Rows of the batch that stay, [n] int64 in path order, and how many each request has."""
-        step = self._state.trees.step
-        trees = {tree.request: tree for tree in step.trees} if step.paths is not None else {}
-        start = input_batch.query_start_loc_np.tolist()
-        kept, counts = [], []
-        for row in range(input_batch.num_reqs):
-            if row in trees:
-                rows = (start[row] + step.paths[row, : sampled[row]].long()).tolist()
-            else:
-                rows = list(range(start[row], start[row + 1] - rejected[row]))
-            kept += rows
-            counts.append(len(rows))
-        return torch.tensor(kept), counts
-
-    def _forward(
-        self, input_batch: InputBatch, ends: np.ndarray, lengths: list[int], hidden: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The head over rows prepared in ``input_buffers``: [n, H] -> two of [n, H]."""
-        num_reqs, total = input_batch.num_reqs, int(ends[-1])
-        buffers = self.input_buffers
-        slots = self.block_tables.compute_slot_mappings(
-            input_batch.idx_mapping,
-            buffers.query_start_loc[: num_reqs + 1],
-            buffers.positions[:total],
-            total,
-        )
-        self.draft_max_seq_len = max(lengths)
-        metadata = self._build_attn_metadata(
-            num_reqs=num_reqs,
-            batch_desc=BatchExecutionDescriptor(
-                cg_mode=_NO_GRAPH, num_tokens=total, num_reqs=num_reqs, uniform_token_count=None
-            ),
-            query_start_loc_np=ends,
-            seq_lens_cpu_upper_bound=torch.tensor(lengths, dtype=torch.int32),
-            step=0,
-        )
-        with set_forward_context(
-            metadata,
-            self.vllm_config,
-            num_tokens=total,
-            slot_mapping=build_slot_mappings_by_layer(slots, self.kv_cache_config),
-        ):
-            out = self.model(
-                input_ids=buffers.input_ids[:total],
-                positions=buffers.positions[:total],
-                hidden_states=hidden,
-            )
-        return out if isinstance(out, tuple) else (out, out)
+            asked = sampled[row] > 0 and options.get(slot, DEFAULT_OPTIONS).limit(1) > 0
+            caps.append(max(0, min(levels, room)) if asked else 0)
+        return caps
 
     def _grow(
         self,
@@ -282,18 +213,18 @@ class Eagle2Speculator(EagleSpeculator):
         depths: list[int],
     ) -> list[DraftTree]:
         """A tree for each of the batch's ``rows``."""
-        tables = self.block_tables.input_block_tables
+        tables, slots = self.block_tables.block_tables, input_batch.idx_mapping_np
+        own = input_batch.idx_mapping[rows]
         head = VllmHead(
             self.model,
             self.vllm_config,
             [input_batch.req_ids[row] for row in rows],
-            {name: tables[self._group_of[name]][rows] for name in self.draft_attn_layer_names},
-            [lengths[row] for row in rows],
+            {name: tables[self._group_of[name]].gpu[own] for name in self.draft_attn_layer_names},
+            lengths,
             self._options.topk * max(1, self._options.depth - 1),
             self._state.trees.shadow,
         )
         chain_only = self._state.chain_only
-        slots = input_batch.idx_mapping_np
         limits = GrowthLimits(
             torch.tensor([drafts + 1 for drafts in max_drafts], dtype=torch.int32),
             torch.tensor(depths),
@@ -301,7 +232,7 @@ class Eagle2Speculator(EagleSpeculator):
         )
         grown = grow_trees(
             head, hidden, features, root_tokens, limits, self._options,
-            num_rows=self.num_speculative_steps + 1, prune=True,
+            num_rows=self.num_speculative_steps + 1, depth=max(depths), prune=True,
         )  # fmt: skip
         return [
             DraftTree(grown.tokens[i, :n].numpy(), grown.parents[i, :n].numpy())

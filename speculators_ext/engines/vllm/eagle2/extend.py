@@ -1,0 +1,160 @@
+"""The head's own cache: extended over the rows the target kept, with the target's hidden states.
+
+In path order and at target positions, token t + 1 at position t, as EAGLE heads are trained. Draft
+nodes never write to the cache, so the head reads no prefix of its own making.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from vllm.config.compilation import CUDAGraphMode
+from vllm.forward_context import set_forward_context
+from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
+from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
+from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
+
+from speculators_ext.engines.vllm.eagle2.backlog import HeadRows
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu.input_batch import InputBatch
+
+__all__ = ["ExtendingSpeculator"]
+
+_NO_GRAPH = CUDAGraphMode.NONE
+
+
+class ExtendingSpeculator(EagleSpeculator):
+    """vLLM's EAGLE speculator with an extend of our own, which may lag behind the target."""
+
+    _state: Any = None
+    """The model state, which holds trees and backlog."""
+
+    def _note_kept_rows(
+        self,
+        input_batch: InputBatch,
+        hidden_states: list[torch.Tensor],
+        next_tokens: torch.Tensor,
+        sampled: list[int],
+        rejected: list[int],
+    ) -> list[int]:
+        """Put every row the target kept on the head's backlog, in path order.
+
+        Returns:
+            The number of tokens each request has in the caches.
+        """
+        rows, counts = self._kept_rows(input_batch, sampled, rejected)
+        ends = np.cumsum([0, *counts])
+        tokens = torch.empty(len(rows), dtype=torch.int64)
+        tokens[:-1] = input_batch.input_ids[rows[1:]]
+        tokens[torch.from_numpy(ends[1:] - 1)] = next_tokens
+        hidden = torch.cat([states[rows] for states in hidden_states], dim=-1)
+        lengths = []
+        for row, slot in enumerate(input_batch.idx_mapping_np.tolist()):
+            start, own = int(input_batch.num_computed_tokens_np[row]), slice(*ends[row : row + 2])
+            self._state.backlog.add(slot, HeadRows(start, tokens[own], hidden[own]))
+            lengths.append(start + counts[row])
+        return lengths
+
+    def _kept_rows(
+        self, input_batch: InputBatch, sampled: list[int], rejected: list[int]
+    ) -> tuple[torch.Tensor, list[int]]:
+        """Rows of the batch that stay, [n] int64 in path order, and how many each request has."""
+        step = self._state.trees.step
+        trees = {tree.request: tree for tree in step.trees} if step.paths is not None else {}
+        start = input_batch.query_start_loc_np.tolist()
+        kept, counts = [], []
+        for row in range(input_batch.num_reqs):
+            if row in trees:
+                rows = (start[row] + step.paths[row, : sampled[row]].long()).tolist()
+            else:
+                rows = list(range(start[row], start[row + 1] - rejected[row]))
+            kept += rows
+            counts.append(len(rows))
+        return torch.tensor(kept), counts
+
+    def _extend(
+        self, input_batch: InputBatch, rows: list[int]
+    ) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+        """Run the head over the backlog of some of the batch's requests.
+
+        Returns:
+            What `compute_logits` takes and the head's features, [len(rows), H] each, at every
+            request's last row; and the number of tokens each request has in the head's cache.
+        """
+        slots = input_batch.idx_mapping_np[rows].tolist()
+        noted = [self._state.backlog.take(slot) for slot in slots]
+        last: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        left = list(enumerate(noted))
+        while left:
+            left = self._extend_some(input_batch.idx_mapping[rows], left, last)
+        hidden, features = zip(*(last[index] for index in range(len(rows))), strict=True)
+        lengths = [piece.start + len(piece.tokens) for piece in noted]
+        return torch.stack(hidden), torch.stack(features), lengths
+
+    def _extend_some(
+        self,
+        idx_mapping: torch.Tensor,
+        left: list[tuple[int, HeadRows]],
+        last: dict[int, tuple[torch.Tensor, torch.Tensor]],
+    ) -> list[tuple[int, HeadRows]]:
+        """One forward over as many rows as buffers hold; returns what is left, notes the last."""
+        room, now, later = self.max_num_tokens, [], []
+        for index, piece in left:
+            count = min(len(piece.tokens), room)
+            room -= count
+            if count:
+                now.append((index, HeadRows(piece.start, *(side[:count] for side in piece[1:]))))
+            if count < len(piece.tokens):
+                rest = (side[count:] for side in piece[1:])
+                later.append((index, HeadRows(piece.start + count, *rest)))
+        of = torch.tensor([index for index, _ in now])
+        hidden, features = self._forward(idx_mapping[of], [piece for _, piece in now])
+        end = -1
+        for index, piece in now:
+            end += len(piece.tokens)
+            last[index] = hidden[end], features[end]
+        return later
+
+    def _forward(
+        self, idx_mapping: torch.Tensor, pieces: list[HeadRows]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The head over consecutive rows of some requests, n in all: two tensors [n, H]."""
+        counts = [len(piece.tokens) for piece in pieces]
+        ends = np.cumsum([0, *counts]).astype(np.int32)
+        lengths = [piece.start + count for piece, count in zip(pieces, counts, strict=True)]
+        total, num_reqs, buffers = int(ends[-1]), len(pieces), self.input_buffers
+        buffers.query_start_loc[: num_reqs + 1].copy_(torch.from_numpy(ends))
+        buffers.seq_lens[:num_reqs].copy_(torch.tensor(lengths))
+        starts = np.asarray([piece.start for piece in pieces])
+        positions = buffers.positions[:total]
+        positions.copy_(torch.from_numpy(np.arange(total) + np.repeat(starts - ends[:-1], counts)))
+        hidden = torch.cat([piece.hidden for piece in pieces])
+        if self.method == "eagle3":
+            model: Any = self.model
+            hidden = model.combine_hidden_states(hidden)
+        self.block_tables.gather_block_tables(idx_mapping, num_reqs_padded=num_reqs)
+        slots = self.block_tables.compute_slot_mappings(
+            idx_mapping, buffers.query_start_loc[: num_reqs + 1], positions, total
+        )
+        self.draft_max_seq_len = max(lengths)
+        metadata = self._build_attn_metadata(
+            num_reqs=num_reqs,
+            batch_desc=BatchExecutionDescriptor(
+                cg_mode=_NO_GRAPH, num_tokens=total, num_reqs=num_reqs, uniform_token_count=None
+            ),
+            query_start_loc_np=ends,
+            seq_lens_cpu_upper_bound=torch.tensor(lengths, dtype=torch.int32),
+            step=0,
+        )
+        with set_forward_context(
+            metadata,
+            self.vllm_config,
+            num_tokens=total,
+            slot_mapping=build_slot_mappings_by_layer(slots, self.kv_cache_config),
+        ):
+            tokens = torch.cat([piece.tokens for piece in pieces])
+            out = self.model(input_ids=tokens, positions=positions, hidden_states=hidden)
+        return out if isinstance(out, tuple) else (out, out)
