@@ -51,7 +51,8 @@ def accept_block_ref(
         token_uniform: float [R] in [0, 1), for the bonus.
         max_depth: the most drafts judged; those beyond count as not drafted.
     """
-    paths, bonus = [], []
+    paths: list[list[int]] = []
+    bonus: list[int] = []
     for request, (first, stop) in enumerate(itertools.pairwise(cu_nodes.tolist())):
         if stop == first:
             paths.append([])

@@ -57,7 +57,8 @@ def accept_drawn_tree_ref(
         max_depth: the most drafts accepted; a walk that stops there is as lossless.
     """
     token, parent = tokens.tolist(), parents.tolist()
-    paths, bonus = [], []
+    paths: list[list[int]] = []
+    bonus: list[int] = []
     for request, (first, stop) in enumerate(itertools.pairwise(cu_nodes.tolist())):
         if stop == first:
             paths.append([])

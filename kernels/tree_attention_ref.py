@@ -212,16 +212,16 @@ def _attend(
     query: Tensor, keys: Tensor, values: Tensor, seen: Tensor, scale: float, soft_cap: float
 ) -> tuple[Tensor, Tensor]:
     """(out [n, heads, head_size_v], lse [n, heads]) of rows over keys [P + L, kv_heads, size]."""
-    group = query.shape[1] // keys.shape[1]
-    keys, values = (part.repeat_interleave(group, dim=1) for part in (keys, values))
-    scores = torch.einsum("nhd,khd->nhk", query, keys) * scale
+    grouped = query.unflatten(1, (keys.shape[1], -1))
+    scores = torch.einsum("nhgd,khd->nhgk", grouped, keys) * scale
     if soft_cap > 0:
         scores = soft_cap * torch.tanh(scores / soft_cap)
-    scores = scores.masked_fill(~seen[:, None, :], -torch.inf)
+    scores = scores.masked_fill(~seen[:, None, None, :], -torch.inf)
     log_sum = torch.logsumexp(scores, dim=-1)
     # A row that sees nothing has no weights, and -inf - -inf is no number.
     weights = torch.exp(scores - log_sum.clamp(min=torch.finfo(scores.dtype).min)[..., None])
-    return torch.einsum("nhk,khd->nhd", weights, values), log_sum
+    out = torch.einsum("nhgk,khd->nhgd", weights, values)
+    return out.flatten(1, 2), log_sum.flatten(1, 2)
 
 
 def merge_attention_ref(

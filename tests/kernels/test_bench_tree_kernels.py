@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,10 +22,32 @@ def shift(part: str) -> Any:
     return lambda right: right._replace(**{part: getattr(right, part) + 1})
 
 
+def no_number(right: torch.Tensor) -> torch.Tensor:
+    return right * math.nan
+
+
+def off_by_one(right: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    return right[0] + 1, right[1]
+
+
 # (script, the kernel it times, its reference or None, what spoils the reference's result)
 WRONG = {
+    "accept_block": ("accept_block", "accept_block_ref", shift("bonus")),
+    "accept_drawn_tree": ("accept_drawn_tree", "accept_drawn_tree_ref", shift("path")),
+    "accept_tree": ("accept_tree", "accept_tree_ref", shift("num_accepted")),
     "compact_kv": ("compact_kv", None, None),
+    "merge_attention": ("merge_attention", "merge_attention_ref", off_by_one),
     "gather_rows": ("gather_rows", "gather_rows_ref", shift("tokens")),
+    "tree_attention": (
+        "tree_attention",
+        "tree_attention_paged_ref",
+        lambda right: right * math.nan,
+    ),
+    "tree_attention_mla": (
+        "tree_attention_mla",
+        "tree_attention_mla_ref",
+        lambda right: right * math.nan,
+    ),
     "tree_build": ("expand_frontier", "expand_frontier_ref", shift("scores")),
     "tree_mask": ("build_tree_mask", "build_tree_mask_ref", shift("depths")),
 }
