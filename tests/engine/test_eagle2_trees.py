@@ -76,7 +76,7 @@ def replace_growth(monkeypatch: Any, engine: Any, answers: dict[Any, list[int]],
             states, slot = self._req_states, int(batch.idx_mapping_np[row])
             length = int(states.prompt_len.np[slot])
             prompt = tuple(states.all_token_ids.gpu[slot, :length].tolist())
-            truth = answers.get(prompt, [])[lengths[row] + 1 :]
+            truth = answers.get(prompt, [])[lengths[index] + 1 :]
             trees.append(make(truth, int(roots[index]), max_drafts[index] + 1, depths[index]))
         return trees
 
