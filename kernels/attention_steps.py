@@ -10,6 +10,7 @@ __all__ = [
     "load_positions",
     "load_rows",
     "load_scale",
+    "load_span",
     "score_block",
     "see_rows",
     "step_softmax",
@@ -56,6 +57,13 @@ def load_rows(ptr, row, row_stride, head, head_stride, dim, live) -> tl.tensor: 
     """Rows of a flat tensor in float32, zero where they are not live."""
     at = row * row_stride + head * head_stride + dim
     return tl.load(ptr + at, mask=live, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def load_span(cu_ptr, request) -> tuple:  # type: ignore[no-untyped-def]
+    """(first row, number of rows) of a request, from cumulative offsets."""
+    first = tl.load(cu_ptr + request).to(tl.int64)
+    return first, (tl.load(cu_ptr + request + 1) - first).to(tl.int32)
 
 
 @triton.jit

@@ -4,7 +4,8 @@
 
 Exact but for rounding (Milakov and Gimelshein, arXiv 1805.02867). A part that saw nothing has lse
 -inf and counts nothing, whatever its output holds. It joins the cascade form of tree attention: a
-prefix part by any kernel that returns its lse, and the tree's own part.
+prefix part by any kernel that returns its lse, and the tree's own part. ``merge_parts`` does the
+same for any number of parts that lie in one tensor.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import triton.language as tl
 
 from speculators_ext.kernels.checks import check_placement, require
 
-__all__ = ["merge_attention"]
+__all__ = ["merge_attention", "merge_parts"]
 
 
 @triton.jit
@@ -116,3 +117,87 @@ def merge_attention(
             num_warps=1,
         )
     return out, lse
+
+
+@triton.jit
+def _merge_parts_kernel(  # type: ignore[no-untyped-def]
+    out_ptr,  # [N, num_heads, head_size]
+    out_row_stride,
+    out_head_stride,
+    lse_ptr,  # [N, num_heads] float32, or None
+    lse_row_stride,
+    parts_ptr,  # [S, N, num_heads, head_size]
+    part_stride,
+    part_row_stride,
+    part_head_stride,
+    lses_ptr,  # [S, N, num_heads] float32
+    lses_part_stride,
+    lses_row_stride,
+    num_parts,
+    head_size,
+    BLOCK_S: tl.constexpr,  # parts, padded to a power of two
+    BLOCK_D: tl.constexpr,  # head_size, likewise
+) -> None:
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    part = tl.arange(0, BLOCK_S)
+    at = part * lses_part_stride + row * lses_row_stride + head
+    lses = tl.load(lses_ptr + at, mask=part < num_parts, other=float("-inf"))
+    largest = tl.max(lses)
+    shift = tl.where(largest == float("-inf"), 0.0, largest)
+    total = tl.sum(tl.exp(lses - shift))
+    some = tl.where(total > 0, total, 1.0)
+    dim = tl.arange(0, BLOCK_D)
+    merged = tl.zeros([BLOCK_D], tl.float32)
+    parts_ptr += row * part_row_stride + head * part_head_stride
+    for index in range(num_parts):
+        weight = tl.sum(tl.where(part == index, tl.exp(lses - shift), 0.0))
+        # A weight of 0 keeps its part unread: it may never have been written.
+        read = dim < tl.where(weight > 0, head_size, 0)
+        merged += weight * tl.load(parts_ptr + dim, mask=read, other=0.0).to(tl.float32)
+        parts_ptr += part_stride
+    out_at = row * out_row_stride + head * out_head_stride + dim
+    tl.store(out_ptr + out_at, (merged / some).to(out_ptr.dtype.element_ty), mask=dim < head_size)
+    if lse_ptr is not None:
+        lse = tl.where(total > 0, shift + tl.log(some), float("-inf"))
+        tl.store(lse_ptr + row * lse_row_stride + head, lse)
+
+
+def merge_parts(
+    parts: torch.Tensor,  # [S, N, num_heads, head_size]
+    lses: torch.Tensor,  # [S, N, num_heads]
+    out: torch.Tensor,  # [N, num_heads, head_size]
+    lse: torch.Tensor | None = None,  # [N, num_heads]
+) -> None:
+    """Merge S attentions over disjoint keys into ``out`` and ``lse``; see the module.
+
+    Args:
+        parts: [S, N, num_heads, head_size] floats.
+        lses: [S, N, num_heads] float32, natural logarithms.
+        out: [N, num_heads, head_size] to write to.
+        lse: [N, num_heads] float32 to write to, if it is wanted.
+
+    Raises:
+        ValueError: a shape, dtype, device or stride does not fit; says what was expected.
+    """
+    num_parts, *shape = parts.shape
+    require(list(out.shape) == shape, "out shape", shape, list(out.shape))
+    require(lses.shape == parts.shape[:3], "lses shape", parts.shape[:3], lses.shape)
+    require(lses.dtype == torch.float32, "lses dtype", torch.float32, lses.dtype)
+    check_placement({"parts": parts, "lses": lses, "out": out, "lse": lse}, parts.device)
+    num_rows, num_heads, head_size = shape
+    if num_rows > 0:
+        _merge_parts_kernel[(num_rows, num_heads)](
+            out,
+            *out.stride()[:2],
+            lse,
+            0 if lse is None else lse.stride(0),
+            parts,
+            *parts.stride()[:3],
+            lses,
+            *lses.stride()[:2],
+            num_parts,
+            head_size,
+            BLOCK_S=triton.next_power_of_2(num_parts),
+            BLOCK_D=triton.next_power_of_2(head_size),
+            num_warps=1,
+        )

@@ -14,6 +14,7 @@ key is read once for all query heads and rows that want it. The tree rows come f
 itself, so the softmax, online and in float32, has a finite maximum before the prefix begins. Tree
 rows lie in the cache behind the prefix or in tensors of their own (``LocalRows``).
 
+A long prefix of few requests is shared by ``num_splits`` programs, whose parts are merged.
 Cascade: ``with_prefix=False`` gives the tree's part with its lse. ``merge_attention`` joins it with
 a prefix part from any kernel that returns one.
 
@@ -32,10 +33,13 @@ from speculators_ext.kernels.attention_steps import (
     load_positions,
     load_rows,
     load_scale,
+    load_span,
     score_block,
     see_rows,
     store_lse,
 )
+from speculators_ext.kernels.checks import require
+from speculators_ext.kernels.merge_attention import merge_parts
 from speculators_ext.kernels.packed_attention_ref import DequantScales
 from speculators_ext.kernels.tree_attention_checks import (
     check_cache,
@@ -47,7 +51,7 @@ from speculators_ext.kernels.tree_attention_checks import (
 if TYPE_CHECKING:
     from speculators_ext.kernels.tree_attention_ref import LocalRows
 
-__all__ = ["tree_attention"]
+__all__ = ["choose_splits", "tree_attention"]
 
 DOT_DTYPES = {
     torch.float32: tl.float32,
@@ -89,11 +93,20 @@ def _load_local(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _part_of(begin, stop, split, num_splits, BLOCK_N: tl.constexpr) -> tuple:  # type: ignore[no-untyped-def]
+    """(begin, stop) of one of the parts of a span, whole blocks but for the last."""
+    size = tl.cdiv(tl.cdiv(stop - begin, num_splits), BLOCK_N) * BLOCK_N
+    return begin + split * size, tl.minimum(begin + (split + 1) * size, stop)
+
+
+@triton.jit
 def _tree_attention_kernel(  # type: ignore[no-untyped-def]
-    out_ptr,  # [N, num_heads, head_size]
+    out_ptr,  # [num_splits, N, num_heads, head_size]
+    out_split_stride,
     out_row_stride,
     out_head_stride,
-    lse_ptr,  # [N, num_heads] float32, or None
+    lse_ptr,  # [num_splits, N, num_heads] float32, or None
+    lse_split_stride,
     lse_row_stride,
     query_ptr,  # [N, num_heads, head_size]
     query_row_stride,
@@ -125,6 +138,7 @@ def _tree_attention_kernel(  # type: ignore[no-untyped-def]
     k_scale_ptr,  # [1] float32, or None: the cache is not quantized
     v_scale_ptr,  # [1] float32, or None
     scale,
+    num_splits,  # parts of the prefix, a program each
     GROUP: tl.constexpr,  # query heads a KV head
     HEAD_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,  # positions a cache block holds
@@ -138,24 +152,22 @@ def _tree_attention_kernel(  # type: ignore[no-untyped-def]
     BLOCK_D: tl.constexpr,  # head_size, padded to a power of two
 ) -> None:
     request, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    first = tl.load(cu_nodes_ptr + request).to(tl.int64)
-    count = (tl.load(cu_nodes_ptr + request + 1) - first).to(tl.int32)
-    if tl.program_id(2) * BLOCK_M >= count * GROUP:
+    first, count = load_span(cu_nodes_ptr, request)
+    tile, split = tl.program_id(2) // num_splits, tl.program_id(2) % num_splits
+    if tile * BLOCK_M >= count * GROUP:
         return
-    pair = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
-    own, is_live = pair // GROUP, pair < count * GROUP
+    pair = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    own, is_live, dim = pair // GROUP, pair < count * GROUP, tl.arange(0, BLOCK_D)[None, :]
     row, head = (first + own)[:, None], (kv_head * GROUP + pair % GROUP)[:, None]
-    dim = tl.arange(0, BLOCK_D)[None, :]
     live = is_live[:, None] & (dim < HEAD_SIZE)
     query = load_rows(
         query_ptr, row, query_row_stride, head, query_head_stride, dim, live
     ).to(DOT_DTYPE)  # fmt: skip
-    own_scale = scale * load_scale(q_scale_ptr)
-    cache_scale, value_scale = own_scale * load_scale(k_scale_ptr), load_scale(v_scale_ptr)
-    row_scale = cache_scale if key_ptr is None else own_scale
+    scale = scale * load_scale(q_scale_ptr)
+    cache_scale, value_scale = scale * load_scale(k_scale_ptr), load_scale(v_scale_ptr)
+    row_scale = cache_scale if key_ptr is None else scale
 
-    first_row = tl.load(cu_rows_ptr + request).to(tl.int64)
-    num_rows = (tl.load(cu_rows_ptr + request + 1) - first_row).to(tl.int32)
+    first_row, num_rows = load_span(cu_rows_ptr, request)
     prefix_len = tl.load(prefix_lens_ptr + request).to(tl.int32)
     mask_ptr += first * mask_row_stride
     block_table_ptr += request * block_table_stride
@@ -167,7 +179,7 @@ def _tree_attention_kernel(  # type: ignore[no-untyped-def]
     # Finite, so that rows that have seen nothing yet stay numbers: exp(-inf - largest) is 0.
     largest, total = tl.full([BLOCK_M], -1e30, tl.float32), tl.zeros([BLOCK_M], tl.float32)
     attended = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for start in tl.range(0, num_rows, BLOCK_L, num_stages=1):
+    for start in tl.range(0, tl.where(split == 0, num_rows, 0), BLOCK_L, num_stages=1):
         local = start + tl.arange(0, BLOCK_L)
         seen = see_rows(mask_ptr, mask_row_stride, own, is_live, start, num_rows, BLOCK_L)
         if WINDOW > 0:
@@ -192,29 +204,31 @@ def _tree_attention_kernel(  # type: ignore[no-untyped-def]
     if key_ptr is not None:
         attended = attended / value_scale
     begin = tl.maximum(prefix_len + 1 - WINDOW, 0) if WINDOW > 0 else 0
-    for start in range(begin, prefix_len if WITH_PREFIX else 0, BLOCK_N):
+    begin, stop = _part_of(begin, prefix_len if WITH_PREFIX else 0, split, num_splits, BLOCK_N)
+    for start in range(begin, stop, BLOCK_N):
         position = start + tl.arange(0, BLOCK_N)
-        seen = (position < prefix_len)[None, :]
+        seen = (position < stop)[None, :]
         if WINDOW > 0:
             seen = seen & (position[None, :] > prefix_len + depth[:, None] - WINDOW)
         keys = load_positions(
             key_cache_ptr, key_block_stride, key_slot_stride, block_table_ptr, position,
-            prefix_len, HEAD_SIZE, BLOCK_SIZE, DOT_DTYPE, BLOCK_D,
+            stop, HEAD_SIZE, BLOCK_SIZE, DOT_DTYPE, BLOCK_D,
         )  # fmt: skip
         weights, shrink, largest, total = score_block(
             query, keys, seen, cache_scale, largest, total, SOFT_CAP
         )
         values = load_positions(
             value_cache_ptr, value_block_stride, value_slot_stride, block_table_ptr, position,
-            prefix_len, HEAD_SIZE, BLOCK_SIZE, DOT_DTYPE, BLOCK_D,
+            stop, HEAD_SIZE, BLOCK_SIZE, DOT_DTYPE, BLOCK_D,
         )  # fmt: skip
         attended = attended * shrink[:, None]
         attended = tl.dot(weights.to(DOT_DTYPE), values, acc=attended, input_precision="ieee")
 
     attended = attended * (value_scale / tl.where(total > 0, total, 1.0))[:, None]
-    out_ptr += row * out_row_stride + head * out_head_stride
+    out_ptr += split.to(tl.int64) * out_split_stride + row * out_row_stride + head * out_head_stride
     tl.store(out_ptr + dim, attended.to(out_ptr.dtype.element_ty), mask=live)
-    store_lse(lse_ptr, row * lse_row_stride + head, largest, total, is_live)
+    lse_at = row * lse_row_stride + head + split.to(tl.int64) * lse_split_stride
+    store_lse(lse_ptr, lse_at, largest, total, is_live)
 
 
 def tree_attention(
@@ -233,6 +247,7 @@ def tree_attention(
     depths: torch.Tensor | None = None,  # [N]
     local: LocalRows | None = None,
     with_prefix: bool = True,
+    num_splits: int = 1,
     dequant: DequantScales = DequantScales(),  # noqa: B008 (immutable)
     out: torch.Tensor | None = None,  # [N, num_heads, head_size]
     lse: torch.Tensor | None = None,  # [N, num_heads]
@@ -260,6 +275,7 @@ def tree_attention(
         local: tree rows outside the cache; by default they are in it, row j of a request at
             position ``prefix_lens[r] + j``, and number as its query rows.
         with_prefix: whether the prefix is attended to as well as the tree.
+        num_splits: programs that share a prefix; ``choose_splits`` gives one that fills a GPU.
         dequant: what fp8 queries and caches are multiplied by.
         out: [N, num_heads, head_size] to write to; by default a new tensor of the rows' dtype.
             A row that sees nothing gives 0.
@@ -279,15 +295,23 @@ def tree_attention(
     check_trees(query, cu_nodes, mask_words, max_nodes, sliding_window, depths, local)
     if query.shape[0] == 0:
         return out
+    require(num_splits > 0, "num_splits", "at least 1", num_splits)
+    # Parts are merged in float32: each is as exact as the whole.
+    parts, part_lses = out[None], None if lse is None else lse[None]
+    if num_splits > 1:
+        shape = (num_splits, *query.shape)
+        parts = torch.empty(shape, dtype=torch.float32, device=query.device)
+        part_lses = torch.empty(shape[:3], dtype=torch.float32, device=query.device)
     num_heads, head_size = query.shape[1:]
     num_kv_heads, num_pairs = key_cache.shape[2], max_nodes * num_heads // key_cache.shape[2]
     block_m, block_n = choose_tiles(num_pairs, head_size, rows)
     key, value = (None, None) if local is None else (local.key, local.value)
-    _tree_attention_kernel[(prefix_lens.shape[0], num_kv_heads, triton.cdiv(num_pairs, block_m))](
-        out,
-        *out.stride()[:2],
-        lse,
-        0 if lse is None else lse.stride(0),
+    tiles = triton.cdiv(num_pairs, block_m)
+    _tree_attention_kernel[(prefix_lens.shape[0], num_kv_heads, tiles * num_splits)](
+        parts,
+        *parts.stride()[:3],
+        part_lses,
+        *((0, 0) if part_lses is None else part_lses.stride()[:2]),
         query,
         *query.stride()[:2],
         key,
@@ -309,6 +333,7 @@ def tree_attention(
         depths if local is None else local.depths,
         *dequant,
         scale,
+        num_splits,
         GROUP=num_heads // num_kv_heads,
         HEAD_SIZE=head_size,
         BLOCK_SIZE=key_cache.shape[1],
@@ -323,7 +348,22 @@ def tree_attention(
         num_warps=4,
         num_stages=2,
     )
+    if part_lses is not None and num_splits > 1:
+        merge_parts(parts, part_lses, out, lse)
     return out
+
+
+def choose_splits(num_reqs: int, num_kv_heads: int, max_prefix_len: int, num_cores: int) -> int:
+    """Programs that share a prefix, so that each core of a GPU has two, of 512 positions or more.
+
+    Args:
+        num_reqs: requests of the batch.
+        num_kv_heads: of the cache.
+        max_prefix_len: a bound known to the host.
+        num_cores: multiprocessors of the GPU.
+    """
+    wanted = triton.cdiv(2 * num_cores, max(num_reqs * num_kv_heads, 1))
+    return max(1, min(wanted, max_prefix_len // 512, 32))
 
 
 def choose_tiles(num_pairs: int, head_size: int, dtype: torch.dtype) -> tuple[int, int]:

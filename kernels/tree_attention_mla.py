@@ -24,6 +24,7 @@ from speculators_ext.kernels.attention_steps import (
     load_positions,
     load_rows,
     load_scale,
+    load_span,
     see_rows,
     step_softmax,
     store_lse,
@@ -112,8 +113,7 @@ def _tree_attention_mla_kernel(  # type: ignore[no-untyped-def]
     BLOCK_N: tl.constexpr,  # positions a step; divides 32
 ) -> None:
     request = tl.program_id(0).to(tl.int64)
-    first = tl.load(cu_nodes_ptr + request).to(tl.int64)
-    count = (tl.load(cu_nodes_ptr + request + 1) - first).to(tl.int32)
+    first, count = load_span(cu_nodes_ptr, request)
     if tl.program_id(1) * BLOCK_M >= count * NUM_HEADS:
         return
     pair = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)

@@ -166,6 +166,7 @@ def tree_attention_paged_ref(
     depths: Tensor | None = None,  # [N]
     local: LocalRows | None = None,
     with_prefix: bool = True,
+    num_splits: int = 1,
     dequant: DequantScales = DequantScales(),  # noqa: B008 (immutable)
     out: Tensor | None = None,  # [N, num_heads, head_size_v]
     lse: Tensor | None = None,  # [N, num_heads]

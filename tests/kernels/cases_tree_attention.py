@@ -18,12 +18,14 @@ class Variant(NamedTuple):
     window: int = 0
     soft_cap: float = 0.0
     local: bool = False
+    split: bool = False
 
 
 VARIANTS = (
     Variant(torch.float16, 64),
     Variant(torch.bfloat16, 128),
     Variant(torch.bfloat16, 128, local=True),
+    Variant(torch.bfloat16, 128, split=True),
     Variant(torch.bfloat16, 256),
     Variant(torch.bfloat16, 80, window=1024, soft_cap=50.0),
     Variant(torch.bfloat16, 128, fp8_cache=True),
@@ -69,8 +71,13 @@ def make_case(variant: Variant, target: str) -> Case:
         types |= {"depths_ptr": "*i32", "row_depths_ptr": "*i32"}
     else:
         constants.update(depths_ptr=None, row_depths_ptr=None)
+    if variant.split:
+        types["out_ptr"] = "*fp32"
+    else:
+        constants["num_splits"] = 1
     if not variant.local:
         constants.update(key_ptr=None, value_ptr=None)
     label = rows + (", fp8 cache" if variant.fp8_cache else "") + f", head {variant.head_size}"
     label += ", window, cap" if variant.window else ", own rows" if variant.local else ""
+    label += ", split" if variant.split else ""
     return Case(label, op._tree_attention_kernel, constants, types, rows)

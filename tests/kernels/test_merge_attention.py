@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from speculators_ext.kernels.merge_attention import merge_attention
+from speculators_ext.kernels.merge_attention import merge_attention, merge_parts
 from speculators_ext.kernels.tree_attention_ref import merge_attention_ref
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -97,3 +97,17 @@ def test_arguments_that_do_not_fit(index, spoil, message):
     given[index] = spoil(given[index])
     with pytest.raises(ValueError, match=message):
         merge_attention(*given)
+
+
+def test_many_parts_are_as_two() -> None:
+    """Catches a part that is skipped, read although it saw nothing, or weighed twice."""
+    out_a, lse_a, out_b, lse_b, *_ = parts(3, 2, 80, split=7, total=20)
+    nothing, never = torch.full_like(out_a, math.nan), torch.full_like(lse_a, -math.inf)
+    out, lse = torch.empty_like(out_a), torch.empty_like(lse_a)
+    given = torch.stack([nothing, out_a, out_b]), torch.stack([never, lse_a, lse_b])
+    merge_parts(*given, out, lse)
+    expected, expected_lse = merge_attention_ref(out_a, lse_a, out_b, lse_b)
+    torch.testing.assert_close(out, expected, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(lse, expected_lse, atol=1e-6, rtol=1e-6)
+    merge_parts(*(part[:1] for part in given), out)
+    assert torch.equal(out, torch.zeros_like(out))

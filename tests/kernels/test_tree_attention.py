@@ -16,13 +16,10 @@ import torch
 
 from speculators_ext.kernels.merge_attention import merge_attention
 from speculators_ext.kernels.packed_attention_ref import DequantScales
-from speculators_ext.kernels.tree_attention import tree_attention
+from speculators_ext.kernels.tree_attention import choose_splits, tree_attention
 from speculators_ext.kernels.tree_attention_ref import (
     LocalRows,
     tree_attention_paged_ref,
-    tree_attention_ref,
-    tree_bias,
-    unpack_mask,
 )
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -281,9 +278,8 @@ def test_fp8_cache_and_query(attend: Any) -> None:
     local = local._replace(key=local.key.float(), value=local.value.float())
     out, _ = run(attend, {**given, "local": local}, dtype=torch.float32)
     assert_close(out, expected, 2 * TOLERANCES[torch.float32])
-    half = {"dtype": torch.float16, "local": local._replace(cu_rows=local.cu_rows)}
-    half["local"] = LocalRows(local.key.half(), local.value.half(), local.cu_rows)
-    out, _ = run(attend, {**given, "local": half["local"]}, dtype=torch.float16)
+    half = LocalRows(local.key.half(), local.value.half(), local.cu_rows)
+    out, _ = run(attend, {**given, "local": half}, dtype=torch.float16)
     assert_close(out, expected, 2 * TOLERANCES[torch.float16])
 
 
@@ -333,43 +329,6 @@ def test_nothing_but_the_output_is_written(attend: Any) -> None:
     assert int((~around.isnan()).sum()) == out.numel() == rows * heads * head_size
 
 
-GATHERED = {
-    "MHA": (3, 3, 5, 20),
-    "GQA 3": (9, 3, 33, 50),
-    "group 8": (8, 1, 17, 9),
-    "no prefix": (4, 2, 7, 0),
-    "root only": (4, 2, 1, 30),
-    "no rows": (4, 2, 0, 30),
-}
-
-
-@pytest.mark.parametrize("soft_cap", [0.0, 3.0], ids=["plain", "soft cap"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("sizes", GATHERED.values(), ids=GATHERED)
-def test_gathered_prefix(sizes: tuple[int, ...], dtype: torch.dtype, soft_cap: float) -> None:
-    """Catches heads of a group out of order, and a bias that shifts with the prefix."""
-    num_heads, num_kv_heads, count, prefix_len = sizes
-    shape = Shape((prefix_len,), (count,), num_heads, num_kv_heads, block_size=1)
-    call = make_call(shape, dtype)
-    slots = call["block_table"][0].long()
-    keys, values = (call[name][slots, 0] for name in ("key_cache", "value_cache"))
-    own = slice(prefix_len, prefix_len + count)
-    prefix = [part[:prefix_len].transpose(0, 1) for part in (keys, values)]
-    mask = unpack_mask(call["mask_words"], count)
-    given = (call["query"], keys[own], values[own], *prefix, mask, call["scale"], soft_cap)
-    expected, _ = by_definition({**call, "soft_cap": soft_cap})
-    assert_close(tree_attention_ref(*given), expected, TOLERANCES[dtype])
-
-
-def test_a_bias_serves_every_layer() -> None:
-    """Catches heads of a group that do not see the same rows."""
-    mask = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.bool)
-    bias = tree_bias(mask, 2, 4, torch.float32)
-    assert bias.shape == (6, 7)
-    assert torch.equal(bias[:, :4], torch.zeros(6, 4))
-    assert torch.equal(bias[:, 4:] == 0, mask.repeat(2, 1))
-
-
 BROKEN = {
     "words": ("mask_words", lambda t: t[:, :0], "mask words for 40 rows: expected at least 2"),
     "mask rows": ("mask_words", lambda t: t[1:], "mask_words rows"),
@@ -399,6 +358,28 @@ def test_bfloat16_is_refused_by_the_interpreter() -> None:
     call = make_call(Shape((20,), (4,)), torch.bfloat16)
     with pytest.raises(ValueError, match="dtype on a CPU"):
         tree_attention(**call)
+
+
+SPLIT_SHAPES = ["ragged, empty trees", "GQA 9/3", "window", "empty prefix"]
+
+
+@pytest.mark.parametrize("num_splits", [2, 5])
+@pytest.mark.parametrize("name", SPLIT_SHAPES)
+def test_a_prefix_shared_by_programs(name: str, num_splits: int) -> None:
+    """Catches a position that is lost between parts, or a tree that counts in each of them."""
+    call = make_call(SHAPES[name], torch.float32)
+    out, lse = run(tree_attention, call, num_splits=num_splits)
+    expected, expected_lse = by_definition(call)
+    assert_close(out, expected, TOLERANCES[torch.float32])
+    assert_close(lse, expected_lse, TOLERANCES[torch.float32])
+
+
+@pytest.mark.parametrize(
+    ("num_reqs", "max_prefix_len", "expected"), [(1, 32768, 32), (1, 100, 1), (64, 32768, 1)]
+)
+def test_splits_fill_a_gpu(num_reqs: int, max_prefix_len: int, expected: int) -> None:
+    """Catches a long prefix read by eight programs, and a short one by hundreds."""
+    assert choose_splits(num_reqs, 8, max_prefix_len, 132) == expected
 
 
 def test_no_rows_is_no_launch() -> None:
