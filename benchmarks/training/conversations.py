@@ -62,13 +62,13 @@ class Conversations:
         return prompt, end - start - prompt
 
     def token_counts(self, vocab_size: int) -> Tensor:
-        """int64 [V]: how often the target's answers hold each token."""
+        """int64 [V]: how many answers hold each token. One that repeats itself counts once."""
         counts = torch.zeros(vocab_size, dtype=torch.int64)
         for shard, row in self.training:
             tensors = self.shards[shard]
             start, end = tensors["starts"][row : row + 2].tolist()
             answer = tensors["tokens"][start + int(tensors["answers"][row]) : end]
-            counts += torch.bincount(answer.long(), minlength=vocab_size)
+            counts[answer.long().unique()] += 1
         return counts
 
     def epoch(self, seed: int, batch_tokens: int) -> list[list[tuple[int, int]]]:
