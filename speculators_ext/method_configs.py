@@ -177,6 +177,13 @@ class Eagle2Config(MethodConfig):
         le=1.0,
         description="A node is verified only if the head gives its path at least this probability.",
     )
+    min_level_probability: float = Field(
+        0.0,
+        ge=0.0,
+        le=1.0,
+        description="Another level is grown only if the nodes it would grow from, of one request "
+        "on average, have at least this probability together (on CPUs).",
+    )
     adaptive: bool = Field(
         True, description="Draft only as many levels as pay on this machine, down to none."
     )

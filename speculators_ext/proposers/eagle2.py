@@ -101,7 +101,7 @@ def grow_trees(
         features: [R, H], the head's features of each root.
         root_tokens: int64 [R], the tokens the trees hang from.
         limits: of each request.
-        options: ``topk``, ``depth`` and the floor under a path's probability.
+        options: ``topk``, ``depth`` and the floors.
         num_rows: rows of the result.
         depth: levels of this round, at most ``options.depth``; None takes that.
         prune: skip nodes and levels that cannot enter a tree. Reads values back to the host, so
@@ -123,7 +123,8 @@ def grow_trees(
         live = frontier.scores > float("-inf")
         if prune:
             live &= _can_enter(candidates, frontier, limits.max_rows, floor)
-            if not live.any():
+            reach = torch.where(live, frontier.scores.exp(), 0.0).sum() / len(root_tokens)
+            if not live.any() or reach < options.min_level_probability:
                 break
         logits, grown = _run_level(head, frontier, live, parents, sees, level)
         frontier = expand_frontier_ref(

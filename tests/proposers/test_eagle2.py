@@ -172,3 +172,18 @@ def test_fewer_levels_this_round() -> None:
     tree = grow(head, [(1, 2)], Eagle2Config(depth=5, topk=3), rows=10, depth=2)
     assert len(head.levels) == 1
     assert {len(path) for path in paths(tree, 0)} <= {1, 2}
+
+
+def test_a_level_few_reach_is_not_grown() -> None:
+    """Catches a forward spent on nodes that are hardly ever reached, or one saved too early."""
+    head = TableHead(seed=6)
+    levels = {}
+    for least in (0.0, 0.3, 1.0):
+        head.levels.clear()
+        config = Eagle2Config(depth=5, topk=3, min_level_probability=least)
+        grow(head, [(1, 2)], config, rows=13, prune=True)
+        levels[least] = len(head.levels)
+        frontier = best_nodes(head, 1, 2, 3, 1)
+        reach = sum(math.exp(node.score) for node in frontier)
+        assert levels[least] >= (reach >= least)
+    assert levels[0.0] > levels[0.3] > levels[1.0] == 0
