@@ -384,8 +384,7 @@ def test_splits_fill_a_gpu(num_reqs: int, max_prefix_len: int, expected: int) ->
 
 def test_no_rows_is_no_launch() -> None:
     """Catches a grid of size 0, which a GPU refuses."""
-    call = make_call(Shape((4,), (0,)), torch.float32)
-    assert tree_attention(**call).shape == (0, 4, 64)
+    assert tree_attention(**make_call(Shape((4,), (0,)), torch.float32)).shape == (0, 4, 64)
 
 
 def test_the_cascade_is_the_fused_form() -> None:
