@@ -38,6 +38,7 @@ def export(head: Eagle3Head, config: Any, aux_layers: tuple[int, ...], folder: P
         "eagle_aux_hidden_state_layer_ids": list(aux_layers),
         "dtype": "bfloat16",
     }
+    described.pop("_name_or_path", None)  # a path of this machine
     (fresh / "config.json").write_text(json.dumps(described, indent=2, sort_keys=True) + "\n")
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():
