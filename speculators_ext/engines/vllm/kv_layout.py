@@ -164,20 +164,27 @@ def read_prefix(
         values = block[:, 1].index_select(-1, layout.value_order[span])
         shape = (block.shape[0], stop - start, layout.head_size)
         return keys.view(shape), values.view(shape)
-    keys = _read_blocks(halves[:, :, 0], blocks, layout, layout.key_order, layout.key_strides)
-    values = _read_blocks(halves[:, :, 1], blocks, layout, layout.value_order, layout.value_strides)
-    length = stop - start
-    return keys[:, begin : begin + length], values[:, begin : begin + length]
+    end = begin + stop - start
+    sides = (layout.key_order, layout.key_strides), (layout.value_order, layout.value_strides)
+    keys, values = (
+        _read_blocks(halves[:, :, side], blocks, layout, end, order, view)
+        for side, (order, view) in enumerate(sides)
+    )
+    return keys[:, begin:end], values[:, begin:end]
 
 
 def _read_blocks(
     half: torch.Tensor,
     blocks: list[int],
     layout: BlockLayout,
+    end: int,
     order: torch.Tensor,
     view: Strides | None,
 ) -> torch.Tensor:
-    """Blocks of one half of the cache, [num_blocks, heads, elements], as [heads, n, head_size]."""
+    """Blocks of one half of the cache, [num_blocks, heads, elements], as [heads, n, head_size].
+
+    Only the first ``end`` of the n positions are sure to be read.
+    """
     num_heads, size = half.shape[1], layout.block_size
     out = half.new_empty(num_heads, len(blocks) * size, layout.head_size)
     for place, block in enumerate(blocks):
@@ -185,13 +192,20 @@ def _read_blocks(
         if view is None:
             rows.copy_(packed.index_select(-1, order).view(rows.shape))
         else:
-            _strided_copy(rows, packed, view)
+            _strided_copy(rows, packed, view, end - place * size)
     return out
 
 
-def _strided_copy(rows: torch.Tensor, packed: torch.Tensor, view: Strides) -> None:
-    """Copy one block: rows [heads, block_size, head_size] from packed [heads, elements]."""
-    pair = 2 if packed.element_size() == 2 else 1
+def _strided_copy(rows: torch.Tensor, packed: torch.Tensor, view: Strides, count: int) -> None:
+    """The first ``count`` positions of a block (the rest may be left out).
+
+    Args:
+        rows: [heads, block_size, head_size], written.
+        packed: [heads, block_size * head_size], read.
+        view: plain order as a view of ``packed``.
+        count: positions asked for; more than the block has is all of it.
+    """
+    size, pair = rows.shape[1], 2 if packed.element_size() == 2 else 1
     if pair > 1 and view.sizes[-1] % pair == 0 and view.strides[-1] == 1:
         # AMX keeps keys in pairs; moved as one word each they take half the time.
         whole = (*view.strides[:-1], packed.stride(0), packed.storage_offset())
@@ -204,4 +218,6 @@ def _strided_copy(rows: torch.Tensor, packed: torch.Tensor, view: Strides) -> No
     source = packed.as_strided(
         (heads, *view.sizes), (packed.stride(0), *view.strides), packed.storage_offset()
     )
-    rows.view(heads, *view.sizes).copy_(source)
+    # The slowest dimension counts positions, a few or a part of one at a time.
+    steps = -(-count * view.sizes[0] // size)
+    rows.view(heads, *view.sizes)[:, :steps].copy_(source[:, :steps])
