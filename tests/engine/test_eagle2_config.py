@@ -82,6 +82,7 @@ BAD = [
         ("kv_transfer_config", "remove it"),
         {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
     ),
+    Bad("async", {}, ("async_scheduling=True", "remove it"), {"async_scheduling": True}),
     Bad("fast-prefill", {}, ("kv_sharing_fast_prefill",), {"kv_sharing_fast_prefill": True}),
 ]
 

@@ -29,6 +29,10 @@ pytestmark = pytest.mark.skipif(INSTALLED is None, reason="vLLM is not installed
 _SPECULATOR = "vllm.v1.worker.gpu.spec_decode.speculator"
 _HANDLER = "vllm.v1.worker.gpu.spec_decode.utils"
 _CPU_ATTN = "vllm.v1.attention.backends.cpu_attn"
+_STATE = "vllm.v1.worker.gpu.model_states.interface"
+_REJECTION = "vllm.v1.worker.gpu.spec_decode.rejection_sampler"
+_SAMPLER = "vllm.v1.worker.gpu.sample.sampler"
+_TREES = "eagle2/model_state.py"
 OVERRIDES = [
     ("speculator.py", "ClaspSpeculator.propose", _SPECULATOR, "BaseSpeculator.propose"),
     ("speculator.py", "ClaspSpeculator.set_attn", _SPECULATOR, "DraftModelSpeculator.set_attn"),
@@ -69,6 +73,38 @@ OVERRIDES = [
         _CPU_ATTN,
         "CPUAttentionBackendImpl.forward",
     ),
+    (
+        "eagle2/attention_cpu.py",
+        "TreeCPUImpl.forward",
+        _CPU_ATTN,
+        "CPUAttentionBackendImpl.forward",
+    ),
+    ("eagle2/speculator.py", "Eagle2Speculator.propose", _SPECULATOR, "BaseSpeculator.propose"),
+    (
+        "eagle2/speculator.py",
+        "Eagle2Speculator.load_draft_model",
+        _SPECULATOR,
+        "DraftModelSpeculator.load_draft_model",
+    ),
+    *(
+        (_TREES, f"_TreesMixin.{name}", _STATE, f"ModelState.{name}")
+        for name in (
+            "add_request",
+            "custom_sampler",
+            "prepare_attn",
+            "prepare_inputs",
+            "postprocess_state",
+        )
+    ),
+    *(
+        (
+            "eagle2/sampler.py",
+            f"TreeRejectionSampler.{name}",
+            _REJECTION,
+            f"RejectionSampler.{name}",
+        )
+        for name in ("_verify", "_get_logprobs_tensors")
+    ),
 ]
 
 # vLLM's functions that we call: (module, name, arguments by position, arguments by name).
@@ -87,7 +123,14 @@ CALLS = [
         0,
         ("batch_desc", "num_reqs", "num_query_per_req", "seq_lens_cpu_upper_bound", "step"),
     ),
+    (
+        _SPECULATOR,
+        "DraftModelSpeculator._build_attn_metadata",
+        0,
+        ("num_reqs", "batch_desc", "query_start_loc_np", "seq_lens_cpu_upper_bound", "step"),
+    ),
     (_SPECULATOR, "DraftModelSpeculator.sample_draft", 7, ()),
+    (_SAMPLER, "Sampler.sample", 8, ("return_logprobs",)),
     (_HANDLER, "DraftTokensHandler.__init__", 1, ()),
     ("vllm.forward_context", "set_forward_context", 2, ("num_tokens", "slot_mapping")),
 ]

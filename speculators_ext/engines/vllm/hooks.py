@@ -4,8 +4,8 @@
 2. ``EngineArgs.add_cli_args`` adds our names to the choices of ``--spec-method``.
 3. ``init_speculator`` (as the model runner imported it) builds our speculator.
 4. ``DraftTokensHandler`` (likewise) returns ragged drafts under synchronous scheduling.
-5. ``resolve_model_state_cls`` gets a mixin that reads per-request options.
-6. Attention: our backend over the CPU's, chosen by ``init_speculator``, for packed rows.
+5. ``resolve_model_state_cls`` gets a mixin: per-request options, and what trees need.
+6. Attention: our backend over the CPU's, chosen by ``init_speculator``, for packed rows and trees.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ TESTED_VERSIONS = ("0.32.0", "0.33.0")
 _ARGS = "vllm.engine.arg_utils"
 _RUNNER = "vllm.v1.worker.gpu.model_runner"
 _STATES = "vllm.v1.worker.gpu.model_states"
-_SPECULATOR = "vllm.v1.worker.gpu.spec_decode.speculator"
+_SPEC_DECODE = "vllm.v1.worker.gpu.spec_decode"
+_SPECULATOR = f"{_SPEC_DECODE}.speculator"
 _MARK = "_speculators_ext_hooked"
 
 
@@ -127,15 +128,35 @@ HOOKS = (
     ),
     Hook(
         "model state",
-        "read per-request options",
+        "read per-request options, sample and compact draft trees",
         (
             Expectation(_STATES, "resolve_model_state_cls", ("vllm_config", "model")),
             Expectation(f"{_STATES}.interface", "ModelState.add_request", ("self", "req_index")),
+            Expectation(f"{_STATES}.interface", "ModelState.custom_sampler", ("self", "sampler")),
+            Expectation(
+                f"{_STATES}.interface",
+                "ModelState.prepare_inputs",
+                ("self", "input_batch", "req_states"),
+            ),
+            Expectation(
+                f"{_STATES}.interface",
+                "ModelState.prepare_attn",
+                ("self", "input_batch", "cudagraph_mode", "block_tables"),
+            ),
+            Expectation(
+                f"{_STATES}.interface",
+                "ModelState.postprocess_state",
+                ("self", "idx_mapping", "num_sampled", "num_computed_tokens"),
+            ),
+            Expectation(f"{_SPEC_DECODE}.rejection_sampler", "RejectionSampler._verify"),
+            Expectation(
+                f"{_SPEC_DECODE}.rejection_sampler", "RejectionSampler._get_logprobs_tensors"
+            ),
         ),
     ),
     Hook(
         "attention",
-        "attend packed rows",
+        "attend packed rows and draft trees",
         (
             Expectation("vllm.v1.attention.backends.registry", "register_backend"),
             Expectation(

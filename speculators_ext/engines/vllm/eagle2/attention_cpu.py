@@ -8,49 +8,19 @@ level's memory and never written to the cache.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from speculators_ext.engines.vllm.eagle2.trees import TREES, DraftLevel
 from speculators_ext.engines.vllm.packed_rows import PackedRowsCPUBackend, PackedRowsCPUImpl
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from speculators_ext.engines.vllm.eagle2.trees import TreeRows, Verification
     from speculators_ext.engines.vllm.prefix_shadow import PrefixShadow
 
-__all__ = ["TREES", "DraftLevel", "TreeCPUBackend", "TreeCPUImpl", "use_tree_backend"]
-
-TREES = "speculators_ext_trees"
-"""Attribute of vLLM's metadata that holds the step's `Verification`."""
-
-
-@dataclass(frozen=True)
-class DraftLevel:
-    """Attention metadata of one level of draft nodes.
-
-    Attributes:
-        owners: ids of the requests that draft.
-        block_table: [num_reqs, max_blocks] int32 of the head's cache group.
-        prefix_lens: tokens each request has in the head's cache.
-        rows: where each request's nodes stand among the level's rows.
-        places: int64 [n], each node's place among all nodes its request may run in a round.
-        sees: bool [n, places so far], which nodes each node attends to, itself included.
-        max_places: nodes a request may run in a round.
-        shadow: plain copies of the prefixes; behind each stand the nodes of this round.
-    """
-
-    owners: Sequence[str]
-    block_table: torch.Tensor
-    prefix_lens: Sequence[int]
-    rows: Sequence[slice]
-    places: torch.Tensor
-    sees: torch.Tensor
-    max_places: int
-    shadow: PrefixShadow
+__all__ = ["TreeCPUBackend", "TreeCPUImpl", "use_tree_backend"]
 
 
 class TreeCPUBackend(PackedRowsCPUBackend):
@@ -65,7 +35,7 @@ class TreeCPUBackend(PackedRowsCPUBackend):
 class TreeCPUImpl(PackedRowsCPUImpl):
     """vLLM's implementation, told by its metadata which rows are draft nodes."""
 
-    def obstacle(self) -> str | None:
+    def obstacle(self, layer: Any) -> str | None:
         """What of this layer a tree cannot reproduce, or None."""
         special = ("alibi_slopes", "sinks", "kv_sharing_target_layer_name")
         return next((name for name in special if getattr(self, name, None) is not None), None)

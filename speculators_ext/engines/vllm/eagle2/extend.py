@@ -47,9 +47,9 @@ class ExtendingSpeculator(EagleSpeculator):
         """
         rows, counts = self._kept_rows(input_batch, sampled, rejected)
         ends = np.cumsum([0, *counts])
-        tokens = torch.empty(len(rows), dtype=torch.int64)
+        tokens = torch.empty(len(rows), dtype=torch.int64, device=rows.device)
         tokens[:-1] = input_batch.input_ids[rows[1:]]
-        tokens[torch.from_numpy(ends[1:] - 1)] = next_tokens
+        tokens[torch.from_numpy(ends[1:] - 1).to(tokens.device)] = next_tokens
         hidden = torch.cat([states[rows] for states in hidden_states], dim=-1)
         lengths = []
         for row, slot in enumerate(input_batch.idx_mapping_np.tolist()):
@@ -73,7 +73,7 @@ class ExtendingSpeculator(EagleSpeculator):
                 rows = list(range(start[row], start[row + 1] - rejected[row]))
             kept += rows
             counts.append(len(rows))
-        return torch.tensor(kept), counts
+        return torch.tensor(kept, device=self.device), counts
 
     def _extend(
         self, input_batch: InputBatch, rows: list[int]
@@ -155,6 +155,7 @@ class ExtendingSpeculator(EagleSpeculator):
             num_tokens=total,
             slot_mapping=build_slot_mappings_by_layer(slots, self.kv_cache_config),
         ):
-            tokens = torch.cat([piece.tokens for piece in pieces])
+            # The dtype of vLLM's own buffers, for which a compiled head was compiled.
+            tokens = torch.cat([piece.tokens for piece in pieces]).int()
             out = self.model(input_ids=tokens, positions=positions, hidden_states=hidden)
         return out if isinstance(out, tuple) else (out, out)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.forward_context import set_forward_context
 
-from speculators_ext.engines.vllm.eagle2.attention_cpu import DraftLevel
+from speculators_ext.engines.vllm.eagle2.trees import DraftLevel
 
 if TYPE_CHECKING:
     from speculators_ext.engines.vllm.prefix_shadow import PrefixShadow
@@ -46,6 +47,7 @@ class VllmHead:
         self._max_places = max_places
         self._owners = owners
         self._shadow = shadow
+        self._memory: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self._last_position = vllm_config.model_config.max_model_len - 1
         self.draft_to_target = getattr(model, "draft_id_to_target_id", None)
 
@@ -58,20 +60,27 @@ class VllmHead:
     def step(self, level: Level) -> tuple[torch.Tensor, torch.Tensor]:
         """Run a level; token t+1 sits at position t, as EAGLE heads are trained."""
         counts = torch.bincount(level.requests, minlength=len(self._prefix_lens)).tolist()
-        rows, start = [], 0
-        for count in counts:
-            rows.append(slice(start, start + count))
-            start += count
-        prefix = torch.tensor(self._prefix_lens)[level.requests]
+        ends = [0, *accumulate(counts)]
+        rows = [slice(start, stop) for start, stop in pairwise(ends)]
+        prefix = torch.tensor(self._prefix_lens, device=level.requests.device)[level.requests]
         positions = (prefix + level.depth - 1).clamp_(max=self._last_position)
         metadata = {
             name: DraftLevel(
-                self._owners,
-                table, self._prefix_lens, rows, level.places, level.sees, self._max_places,
-                self._shadow,
+                owners=self._owners,
+                block_table=table,
+                prefix_lens=self._prefix_lens,
+                depth=level.depth,
+                topk=level.sees.shape[1] // level.depth,
+                requests=level.requests,
+                rows=rows,
+                places=level.places,
+                sees=level.sees,
+                max_places=self._max_places,
+                shadow=self._shadow,
+                memory=self._memory,
             )
             for name, table in self._tables.items()
-        }  # fmt: skip
+        }
         with set_forward_context(
             metadata, self._vllm_config, num_tokens=len(level.tokens), slot_mapping={}
         ):

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from speculators_ext.engines.vllm.eagle2.attention_cpu import TREES
 from speculators_ext.engines.vllm.eagle2.backlog import Backlog
 from speculators_ext.engines.vllm.eagle2.sampler import TreeRejectionSampler
-from speculators_ext.engines.vllm.eagle2.trees import TreeStore
+from speculators_ext.engines.vllm.eagle2.trees import TREES, TreeStore
 from speculators_ext.engines.vllm.request_options import with_request_options
 
 if TYPE_CHECKING:
@@ -100,12 +99,20 @@ class _TreesMixin:
         positions.copy_(input_batch.positions)
         last = self.max_model_len - 1  # type: ignore[attr-defined]
         for tree in self.trees.step.trees:
-            positions[tree.rows] = (tree.prefix_len + tree.depths).clamp_(max=last)
+            at = (tree.prefix_len + tree.depths).clamp_(max=last)
+            positions[tree.rows] = at.to(positions.device)
         return inputs | {"positions": positions}
 
-    def postprocess_state(self, idx_mapping: torch.Tensor, num_sampled: Any, *args: Any) -> None:
+    def postprocess_state(
+        self,
+        idx_mapping: torch.Tensor,
+        num_sampled: Any,
+        num_computed_tokens: torch.Tensor | None = None,
+    ) -> None:
         """Move the KV of accepted nodes to the front, before the next drafts are made."""
-        super().postprocess_state(idx_mapping, num_sampled, *args)  # type: ignore[misc]
+        super().postprocess_state(  # type: ignore[misc]
+            idx_mapping, num_sampled, num_computed_tokens
+        )
         step = self.trees.step
         if self.compact is not None and step.trees and step.paths is not None:
             self.compact(step, num_sampled)

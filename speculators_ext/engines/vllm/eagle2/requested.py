@@ -63,6 +63,12 @@ def check_eagle2(
             raise ConfigError(
                 f"speculative method 'eagle2': {flag} is not supported, {reason}; remove it"
             )
+    if args.async_scheduling:
+        raise ConfigError(
+            "speculative method 'eagle2': async_scheduling=True is not supported, the shape of a "
+            "tree is read when it is scheduled; remove it"
+        )
+    args.async_scheduling = False
     _check_target(target)
     model = request.get("model")
     if not isinstance(model, str) or not model:
@@ -73,13 +79,6 @@ def check_eagle2(
     rides = inspect_head(model, request.get("revision"), target)
     _check_target_class(rides, target)
     return rides
-
-
-def current_platform() -> Any:
-    """vLLM's platform, looked up late: importing it decides it."""
-    from vllm.platforms import current_platform as platform
-
-    return platform
 
 
 def _check_target_class(rides: str, target: ModelConfig) -> None:
@@ -95,11 +94,6 @@ def _check_target_class(rides: str, target: ModelConfig) -> None:
 
 
 def _check_target(target: ModelConfig) -> None:
-    if not current_platform().is_cpu():
-        raise ConfigError(
-            "speculative method 'eagle2': runs on CPUs only in this version, its attention on "
-            "other devices is not wired yet; use vLLM's 'eagle3' there"
-        )
     if target.use_mla:
         raise ConfigError(
             "speculative method 'eagle2': targets with latent attention (MLA) are not supported; "

@@ -14,6 +14,7 @@ import torch
 from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
+from speculators_ext.kernels.accept_tree import accept_tree
 from speculators_ext.kernels.accept_tree_ref import accept_tree_ref
 
 if TYPE_CHECKING:
@@ -79,7 +80,8 @@ class TreeRejectionSampler(RejectionSampler):
             return_logprobs=True,
         )
         chosen = chosen.view(-1)
-        accepted = accept_tree_ref(
+        accept = accept_tree if chosen.is_cuda else accept_tree_ref
+        accepted = accept(
             verify_draft_sampled.long(),
             parents,
             cu_num_logits,

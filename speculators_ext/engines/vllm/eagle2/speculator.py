@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from speculators_ext.engines.vllm.drafts import UNUSED_DRAFT
-from speculators_ext.engines.vllm.eagle2.attention_cpu import TreeCPUImpl, use_tree_backend
+from speculators_ext.engines.vllm.eagle2.attention_cpu import use_tree_backend
 from speculators_ext.engines.vllm.eagle2.compaction_cpu import CompactorCPU
 from speculators_ext.engines.vllm.eagle2.extend import ExtendingSpeculator
 from speculators_ext.engines.vllm.eagle2.growth import VllmHead
@@ -40,7 +40,12 @@ def build_eagle2_speculator(
     vllm_config: VllmConfig, device: torch.device, req_states: RequestState
 ) -> Eagle2Speculator:
     """The speculator for our config; called before the target's layers are built."""
-    use_tree_backend()
+    if device.type == "cpu":
+        use_tree_backend()
+    else:
+        from speculators_ext.engines.vllm.eagle2.attention_gpu import use_tree_backend_gpu
+
+        use_tree_backend_gpu()
     return Eagle2Speculator(vllm_config, device, req_states)
 
 
@@ -87,14 +92,22 @@ class Eagle2Speculator(ExtendingSpeculator):
         }
         for name in self._group_of:
             impl = getattr(layers[name], "impl", None)
-            obstacle = impl.obstacle() if isinstance(impl, TreeCPUImpl) else type(impl).__name__
+            attends = getattr(impl, "obstacle", lambda _: type(impl).__name__)  # noqa: B023
+            obstacle = attends(layers[name])
             if obstacle is not None:
                 raise ValueError(
                     f"speculative method 'eagle2': layer {name} cannot attend a draft tree "
                     f"({obstacle}); choose another method"
                 )
         targets = {n: layers[n] for n in self._group_of if n not in self.draft_attn_layer_names}
-        model_state.compact = CompactorCPU(targets, self._group_of, self.hidden_states.dtype)
+        model_state.compact = self._make_compactor(targets)
+
+    def _make_compactor(self, layers: dict[str, Any]) -> Any:
+        if self.device.type == "cpu":
+            return CompactorCPU(layers, self._group_of, self.hidden_states.dtype)
+        from speculators_ext.engines.vllm.eagle2.compaction_gpu import CompactorGPU
+
+        return CompactorGPU(layers, self._group_of)
 
     @torch.inference_mode()
     def propose(
@@ -226,15 +239,16 @@ class Eagle2Speculator(ExtendingSpeculator):
         )
         chain_only = self._state.chain_only
         limits = GrowthLimits(
-            torch.tensor([drafts + 1 for drafts in max_drafts], dtype=torch.int32),
-            torch.tensor(depths),
-            torch.tensor([int(slots[row]) in chain_only for row in rows]),
+            torch.tensor([n + 1 for n in max_drafts], dtype=torch.int32, device=self.device),
+            torch.tensor(depths, device=self.device),
+            torch.tensor([int(slots[row]) in chain_only for row in rows], device=self.device),
         )
         grown = grow_trees(
             head, hidden, features, root_tokens, limits, self._options,
-            num_rows=self.num_speculative_steps + 1, depth=max(depths), prune=True,
+            num_rows=self.num_speculative_steps + 1, depth=max(depths),
+            prune=self.device.type == "cpu",
         )  # fmt: skip
+        tokens, parents = grown.tokens.cpu().numpy(), grown.parents.cpu().numpy()
         return [
-            DraftTree(grown.tokens[i, :n].numpy(), grown.parents[i, :n].numpy())
-            for i, n in enumerate(grown.counts.tolist())
+            DraftTree(tokens[i, :n], parents[i, :n]) for i, n in enumerate(grown.counts.tolist())
         ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -11,11 +12,24 @@ import torch
 from speculators_ext.engines.vllm.prefix_shadow import PrefixShadow
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from vllm.v1.worker.gpu.input_batch import InputBatch
 
     from speculators_ext.tree import DraftTree
 
-__all__ = ["TreeRows", "TreeStore", "Verification"]
+__all__ = [
+    "TREES",
+    "DraftLevel",
+    "FlatTrees",
+    "TreeRows",
+    "TreeStore",
+    "Verification",
+    "pack_words",
+]
+
+TREES = "speculators_ext_trees"
+"""Attribute of vLLM's attention metadata that holds the step's `Verification`."""
 
 
 class TreeRows(NamedTuple):
@@ -36,6 +50,37 @@ class TreeRows(NamedTuple):
     prefix_len: int
     sees: torch.Tensor
     depths: torch.Tensor
+
+
+class FlatTrees(NamedTuple):
+    """The trees of a step as kernels take them, on the device.
+
+    Attributes:
+        rows: int64 [N], the nodes among the batch's tokens, tree after tree.
+        requests: int64 [T], each tree's row in the batch's tables.
+        prefix_lens: int32 [T].
+        cu_nodes: int32 [T + 1], where each tree's nodes begin among the N.
+        words: int32 [N, W], bit j of word k: the node sees row 32 k + j of its tree.
+        depths: int32 [N].
+        max_nodes: of the largest tree.
+    """
+
+    rows: torch.Tensor
+    requests: torch.Tensor
+    prefix_lens: torch.Tensor
+    cu_nodes: torch.Tensor
+    words: torch.Tensor
+    depths: torch.Tensor
+    max_nodes: int
+
+
+def pack_words(sees: torch.Tensor) -> torch.Tensor:
+    """Masks as bits: bool [n, L] -> int32 [n, ceil(L / 32)]."""
+    num_words = -(-sees.shape[1] // 32)
+    bits = torch.nn.functional.pad(sees, (0, 32 * num_words - sees.shape[1])).long()
+    shifts = torch.arange(32, device=sees.device)
+    words = (bits.view(len(sees), num_words, 32) << shifts).sum(-1)
+    return torch.where(words >= 1 << 31, words - (1 << 32), words).int()
 
 
 @dataclass
@@ -61,6 +106,59 @@ class Verification:
     def __post_init__(self) -> None:
         """Count the rows of the batch that are tree nodes."""
         self.num_rows = sum(len(tree.depths) for tree in self.trees)
+        self._flat: FlatTrees | None = None
+
+    def flat(self, device: torch.device) -> FlatTrees:
+        """The trees as kernels take them, made by the first layer that asks."""
+        if self._flat is None:
+            sizes = [len(tree.depths) for tree in self.trees]
+            width = max(sizes)
+            pad = torch.nn.functional.pad
+            sees = torch.cat([pad(tree.sees, (0, width - len(tree.sees))) for tree in self.trees])
+            places = [torch.arange(tree.rows.start, tree.rows.stop) for tree in self.trees]
+            self._flat = FlatTrees(
+                torch.cat(places).to(device),
+                torch.tensor([tree.request for tree in self.trees], device=device),
+                torch.tensor([t.prefix_len for t in self.trees], dtype=torch.int32, device=device),
+                torch.tensor([0, *accumulate(sizes)], dtype=torch.int32, device=device),
+                pack_words(sees).to(device),
+                torch.cat([tree.depths for tree in self.trees]).int().to(device),
+                width,
+            )
+        return self._flat
+
+
+@dataclass(frozen=True)
+class DraftLevel:
+    """Attention metadata of one level of draft nodes.
+
+    Attributes:
+        owners: ids of the requests that draft.
+        block_table: [num_reqs, max_blocks] int32 of the head's cache group.
+        prefix_lens: tokens each request has in the head's cache.
+        depth: of all these nodes in their trees.
+        topk: nodes a level has at most.
+        requests: int64 [n], whose node each is, by row of the tables above.
+        rows: where each request's nodes stand among the level's rows.
+        places: int64 [n], each node's place among all nodes its request may run in a round.
+        sees: bool [n, places so far], which nodes each node attends to, itself included.
+        max_places: nodes a request may run in a round.
+        shadow: on CPUs, plain copies of the prefixes; behind each stand this round's nodes.
+        memory: elsewhere, keys and values of this round's nodes by layer name.
+    """
+
+    owners: Sequence[str]
+    block_table: torch.Tensor
+    prefix_lens: Sequence[int]
+    depth: int
+    topk: int
+    requests: torch.Tensor
+    rows: Sequence[slice]
+    places: torch.Tensor
+    sees: torch.Tensor
+    max_places: int
+    shadow: PrefixShadow
+    memory: dict[str, tuple[torch.Tensor, torch.Tensor]]
 
 
 class TreeStore:

@@ -1,0 +1,130 @@
+"""Hook 6 for ``eagle2`` on GPUs: vLLM's FlashAttention and Triton backends, told of draft trees.
+
+Rows of a tree are already in the layer's cache, at the slots of their rows; our kernel attends them
+under the mask, all other rows of the batch go vLLM's own way. Nodes of a draft level are in no
+cache: their keys and values stay in the round's memory. Checked in Triton's interpreter against
+vLLM's own Triton backend; **not yet run on a GPU**.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.platforms import current_platform
+
+from speculators_ext.engines.vllm.eagle2.trees import TREES, DraftLevel, pack_words
+from speculators_ext.engines.vllm.packed_rows_gpu import PackedRowsGPUImpl, key_value_views
+from speculators_ext.kernels.packed_attention_ref import DequantScales
+from speculators_ext.kernels.tree_attention import tree_attention
+from speculators_ext.kernels.tree_attention_ref import LocalRows
+
+if TYPE_CHECKING:
+    from speculators_ext.engines.vllm.eagle2.trees import Verification
+
+__all__ = ["TreeGPUImpl", "use_tree_backend_gpu"]
+
+
+class TreeGPUImpl(PackedRowsGPUImpl):
+    """Mixed in before vLLM's implementation class."""
+
+    def obstacle(self, layer: Any) -> str | None:
+        """What of this layer a tree cannot reproduce, or None."""
+        return None if self.packs_rows(layer) else "its attention has terms our kernel lacks"
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: Any,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """vLLM's forward, tree rows and draft levels apart."""
+        if isinstance(attn_metadata, DraftLevel):
+            return self._attend_level(layer, query, key, value, kv_cache, attn_metadata, output)
+        step: Verification | None = getattr(attn_metadata, TREES, None)
+        if step is None or step.num_rows < attn_metadata.num_actual_tokens:
+            super().forward(
+                layer, query, key, value, kv_cache, attn_metadata, output,
+                output_scale, output_block_scale,
+            )  # fmt: skip
+        if step is None:
+            return output
+        flat = step.flat(query.device)
+        output[flat.rows] = self._attend(
+            layer, query[flat.rows], kv_cache, attn_metadata.block_table[flat.requests],
+            flat.prefix_lens, flat.cu_nodes, flat.words, flat.max_nodes, flat.depths, None,
+        )  # fmt: skip
+        return output
+
+    def _attend_level(
+        self, layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+        kv_cache: torch.Tensor, level: DraftLevel, output: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
+        requests, places = len(level.rows), level.max_places
+        kept = level.memory.get(layer.layer_name)
+        if kept is None:
+            shape = (requests * places, *key.shape[1:])
+            kept = level.memory[layer.layer_name] = (key.new_zeros(shape), value.new_zeros(shape))
+        at = level.requests * places + level.places
+        kept[0][at], kept[1][at] = key, value
+        ends = [0, *(own.stop for own in level.rows)]
+        sees = torch.nn.functional.pad(level.sees, (0, places - level.sees.shape[1]))
+        offsets = torch.arange(requests + 1, dtype=torch.int32, device=query.device) * places
+        own_depth = torch.full((len(query),), level.depth - 1, dtype=torch.int32)
+        depths = torch.arange(places, dtype=torch.int32) // level.topk
+        local = LocalRows(*kept, offsets, depths.repeat(requests).to(query.device))
+        output.copy_(
+            self._attend(
+                layer, query, kv_cache, level.block_table,
+                torch.tensor(level.prefix_lens, dtype=torch.int32, device=query.device),
+                torch.tensor(ends, dtype=torch.int32, device=query.device),
+                pack_words(sees), max(own.stop - own.start for own in level.rows),
+                own_depth.to(query.device), local,
+            )
+        )  # fmt: skip
+        return output
+
+    def _attend(
+        self, layer: Any, query: torch.Tensor, kv_cache: torch.Tensor, block_table: torch.Tensor,
+        prefix_lens: torch.Tensor, cu_nodes: torch.Tensor, words: torch.Tensor, max_nodes: int,
+        depths: torch.Tensor, local: LocalRows | None,
+    ) -> torch.Tensor:  # fmt: skip
+        impl: Any = self
+        quantized = kv_cache.element_size() == 1
+        fp8_dtype = current_platform.fp8_dtype() if quantized else None
+        keys, values = key_value_views(kv_cache, impl.head_size, fp8_dtype)
+        dequant = DequantScales()
+        if quantized:
+            query_scale = layer._q_scale.view(1) if query.element_size() == 1 else None
+            dequant = DequantScales(query_scale, layer._k_scale.view(1), layer._v_scale.view(1))
+        # vLLM keeps (window - 1, 0), or (-1, -1) where there is none.
+        window = impl.sliding_window[0] + 1
+        return tree_attention(
+            query, keys, values, block_table, prefix_lens, cu_nodes, words,
+            max_nodes=max_nodes, scale=impl.scale, soft_cap=impl.logits_soft_cap or 0.0,
+            sliding_window=window, depths=depths if window else None,
+            local=local, dequant=dequant,
+        )  # fmt: skip
+
+
+def use_tree_backend_gpu() -> None:
+    """Make vLLM build our backends where it would build these two, from the next layer on."""
+    from vllm.v1.attention import selector
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    package = __name__.rpartition(".")[0]
+    paths = {
+        AttentionBackendEnum.FLASH_ATTN: f"{package}.attention_flash.TreeFlashBackend",
+        AttentionBackendEnum.TRITON_ATTN: f"{package}.attention_triton.TreeTritonBackend",
+    }
+    for backend, path in paths.items():
+        if backend.get_path() != path:
+            register_backend(backend, path)
+            # An engine that ran in this process before may have left another class here.
+            selector._cached_get_attn_backend.cache_clear()
