@@ -134,11 +134,15 @@ def _method(
 
 
 def _target_obstacles(method: Method, shape: TargetShape) -> list[str]:
-    if method.name != "clasp":
-        return []
+    config = SimpleNamespace(**shape.config)
+    if method.name == "eagle2":
+        from speculators_ext.engines.vllm.eagle2.requested import find_tree_obstacle
+
+        obstacle = find_tree_obstacle(config)
+        return [f"the target cannot attend a draft tree: {obstacle}"] if obstacle else []
     from speculators_ext.engines.vllm.targets import find_obstacle
 
-    obstacle = find_obstacle(shape.architectures, SimpleNamespace(**shape.config))
+    obstacle = find_obstacle(shape.architectures, config)
     return [f"the target's layers cannot be skipped: {obstacle}"] if obstacle else []
 
 

@@ -6,6 +6,7 @@ import copy
 import json
 import pickle
 import shutil
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
@@ -15,6 +16,7 @@ pytest.importorskip("vllm")
 from speculators_ext.assets import build
 from speculators_ext.config import ConfigError
 from speculators_ext.engines.vllm import plugin
+from speculators_ext.engines.vllm.eagle2.requested import find_tree_obstacle
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -158,3 +160,20 @@ def test_the_heads_format_is_ridden_on_every_copy(head: str, rides: str) -> None
         assert config.ext_method == "eagle2"
         assert config.method_config == made.method_config
         assert config.draft_model_config.architectures == made.draft_model_config.architectures
+
+
+OBSTACLES = {
+    "it has latent attention (MLA)": {"kv_lora_rank": 512},
+    "it is an encoder-decoder": {"is_encoder_decoder": True},
+    "a recurrent state (linear_attention) has no branches": {
+        "layer_types": ["linear_attention", "full_attention"]
+    },
+    "a recurrent state (mamba) has no branches": {"layer_types": ["mamba", "attention"]},
+    None: {"layer_types": ["full_attention", "sliding_attention"], "kv_lora_rank": None},
+}
+
+
+@pytest.mark.parametrize("obstacle", list(OBSTACLES), ids=str)
+def test_targets_without_trees_are_known_from_their_config(obstacle: str | None) -> None:
+    """Catches a target that doctor promises and the engine then refuses, or the reverse."""
+    assert find_tree_obstacle(SimpleNamespace(**OBSTACLES[obstacle])) == obstacle

@@ -69,7 +69,7 @@ def replace_growth(monkeypatch: Any, engine: Any, answers: dict[Any, list[int]],
 
     def grow(
         self: Any, batch: Any, rows: Any, lengths: Any, hidden: Any, features: Any, roots: Any,
-        max_drafts: Any, depths: Any,
+        max_drafts: Any, depths: Any, plan: Any,
     ) -> list[DraftTree]:  # fmt: skip
         trees = []
         for index, row in enumerate(rows):

@@ -47,6 +47,7 @@ class VllmHead:
         self._max_places = max_places
         self._owners = owners
         self._shadow = shadow
+        self.num_steps = 0
         self._memory: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self._last_position = vllm_config.model_config.max_model_len - 1
         self.draft_to_target = getattr(model, "draft_id_to_target_id", None)
@@ -59,6 +60,7 @@ class VllmHead:
 
     def step(self, level: Level) -> tuple[torch.Tensor, torch.Tensor]:
         """Run a level; token t+1 sits at position t, as EAGLE heads are trained."""
+        self.num_steps += 1
         counts = torch.bincount(level.requests, minlength=len(self._prefix_lens)).tolist()
         ends = [0, *accumulate(counts)]
         rows = [slice(start, stop) for start, stop in pairwise(ends)]

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from speculators_ext.config import Eagle2Config
 
-__all__ = ["check_eagle2"]
+__all__ = ["check_eagle2", "find_tree_obstacle"]
 
 MAX_NODES = 255
 
@@ -93,19 +93,25 @@ def _check_target_class(rides: str, target: ModelConfig) -> None:
         )
 
 
+def find_tree_obstacle(config: Any) -> str | None:
+    """Why no draft tree fits a target, from its Hugging Face config, as half a sentence."""
+    if getattr(config, "is_encoder_decoder", False):
+        return "it is an encoder-decoder"
+    if getattr(config, "kv_lora_rank", None):
+        return "it has latent attention (MLA)"
+    kinds = set(getattr(config, "layer_types", None) or ())
+    recurrent = sorted(kind for kind in kinds if "attention" not in kind or "linear" in kind)
+    if recurrent:
+        return f"a recurrent state ({', '.join(recurrent)}) has no branches"
+    return None
+
+
 def _check_target(target: ModelConfig) -> None:
-    if target.use_mla:
+    obstacle = find_tree_obstacle(target.hf_text_config)
+    if obstacle is None and (target.is_hybrid or target.is_attention_free):
+        obstacle = "a recurrent state has no branches"
+    if obstacle is not None:
         raise ConfigError(
-            "speculative method 'eagle2': targets with latent attention (MLA) are not supported; "
+            f"speculative method 'eagle2': the target cannot attend a draft tree: {obstacle}; "
             "choose another target"
-        )
-    if target.is_hybrid or target.is_attention_free:
-        raise ConfigError(
-            "speculative method 'eagle2': targets with a recurrent state (Mamba, GDN) are not "
-            "supported, a state has no branches; choose an attention-only target"
-        )
-    if target.is_encoder_decoder:
-        raise ConfigError(
-            "speculative method 'eagle2': encoder-decoder targets are not supported; "
-            "choose a decoder-only target"
         )

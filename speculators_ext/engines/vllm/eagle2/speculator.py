@@ -16,7 +16,7 @@ from speculators_ext.engines.vllm.eagle2.attention_cpu import use_tree_backend
 from speculators_ext.engines.vllm.eagle2.compaction_cpu import CompactorCPU
 from speculators_ext.engines.vllm.eagle2.extend import ExtendingSpeculator
 from speculators_ext.engines.vllm.eagle2.growth import VllmHead
-from speculators_ext.engines.vllm.eagle2.tree_clock import TreeClock
+from speculators_ext.engines.vllm.eagle2.tree_clock import Plan, TreeClock
 from speculators_ext.engines.vllm.ranks import decided_on_rank_0
 from speculators_ext.engines.vllm.request_options import DEFAULT_OPTIONS
 from speculators_ext.engines.vllm.spec_config import ExtSpeculativeConfig
@@ -152,18 +152,16 @@ class Eagle2Speculator(ExtendingSpeculator):
             input_batch, aux_hidden_states or [last_hidden_states], next_tokens, sampled,
             num_rejected.tolist(),
         )  # fmt: skip
-        levels = decided_on_rank_0(self._clock.depth(sum(count > 0 for count in sampled)))
-        caps = self._limits(input_batch, sampled, lengths, levels)
-        trees = self._draft(input_batch, caps, next_tokens, num_speculative_tokens, levels)
-        depths = {}
+        plan = decided_on_rank_0(self._clock.plan(sum(count > 0 for count in sampled)))
+        caps = self._limits(input_batch, sampled, lengths, plan.levels)
+        trees = self._draft(input_batch, caps, next_tokens, num_speculative_tokens, plan)
         for row, slot in enumerate(input_batch.idx_mapping_np.tolist()):
             self._state.trees.reset(slot)
             if row in trees:
                 self._state.trees.put(slot, trees[row])
                 drafts[row, : len(trees[row]) - 1] = torch.from_numpy(trees[row].tokens[1:])
-                depths[input_batch.req_ids[row]] = int(trees[row].depths().max())
         self._clock.end(input_batch, num_sampled, caps)
-        self._clock.drafted(depths)
+        self._clock.drafted({input_batch.req_ids[row]: tree for row, tree in trees.items()})
         return drafts
 
     def _draft(
@@ -172,7 +170,7 @@ class Eagle2Speculator(ExtendingSpeculator):
         caps: list[int],
         next_tokens: torch.Tensor,
         num_speculative_tokens: int | None,
-        levels: int,
+        plan: Plan,
     ) -> dict[int, DraftTree]:
         """Run the head over what it must catch up with, and grow trees, by row of the batch."""
         slots = input_batch.idx_mapping_np.tolist()
@@ -182,20 +180,20 @@ class Eagle2Speculator(ExtendingSpeculator):
         ]
         if not rows:
             return {}
-        with self._clock.drafting(max(levels, 1) - 1):
+        with self._clock.drafting(0):
             hidden, features, lengths = self._extend(input_batch, rows)
             growing = [index for index, row in enumerate(rows) if caps[row]]
             if not growing:
                 return {}
             rows = [rows[index] for index in growing]
-            nodes = -(-self.num_speculative_steps * levels // self._options.depth)
+            nodes = -(-self.num_speculative_steps * plan.levels // self._options.depth)
             options = self._state.request_options
             limits = [options.get(slots[row], DEFAULT_OPTIONS).limit(nodes) for row in rows]
             if num_speculative_tokens is not None:
                 limits = [min(limit, num_speculative_tokens) for limit in limits]
             trees = self._grow(
                 input_batch, rows, [lengths[index] for index in growing], hidden[growing],
-                features[growing], next_tokens[rows], limits, [caps[row] for row in rows],
+                features[growing], next_tokens[rows], limits, [caps[row] for row in rows], plan,
             )  # fmt: skip
         return {row: tree for row, tree in zip(rows, trees, strict=True) if len(tree) > 1}
 
@@ -224,6 +222,7 @@ class Eagle2Speculator(ExtendingSpeculator):
         root_tokens: torch.Tensor,
         max_drafts: list[int],
         depths: list[int],
+        plan: Plan,
     ) -> list[DraftTree]:
         """A tree for each of the batch's ``rows``."""
         tables, slots = self.block_tables.block_tables, input_batch.idx_mapping_np
@@ -243,11 +242,17 @@ class Eagle2Speculator(ExtendingSpeculator):
             torch.tensor(depths, device=self.device),
             torch.tensor([int(slots[row]) in chain_only for row in rows], device=self.device),
         )
+        least = self._options.min_path_probability, self._options.min_level_probability
+        floors = {
+            "min_path_probability": max(least[0], plan.node_floor),
+            "min_level_probability": max(least[1], plan.level_floor),
+        }
         grown = grow_trees(
-            head, hidden, features, root_tokens, limits, self._options,
+            head, hidden, features, root_tokens, limits, self._options.model_copy(update=floors),
             num_rows=self.num_speculative_steps + 1, depth=max(depths),
             prune=self.device.type == "cpu",
         )  # fmt: skip
+        self._clock.ran(1 + head.num_steps)
         tokens, parents = grown.tokens.cpu().numpy(), grown.parents.cpu().numpy()
         return [
             DraftTree(tokens[i, :n], parents[i, :n]) for i, n in enumerate(grown.counts.tolist())
