@@ -83,7 +83,7 @@ METHODS.add(
         rides="eagle3",  # or eagle, as the head's files say
         lossless=True,
         summary="an EAGLE head drafts a tree that grows where it is confident",
-        needs="an EAGLE, EAGLE-2 or EAGLE-3 head trained for the target, as `model`",
+        needs="an EAGLE, EAGLE-2 or EAGLE-3 head trained for the target",
         drafts_alone=False,
     ),
 )

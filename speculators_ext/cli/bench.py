@@ -23,6 +23,13 @@ ModelOption = Annotated[
 MethodsOption = Annotated[
     str, typer.Option(help="Comma-separated: plain, and methods of this package.")
 ]
+HeadOption = Annotated[
+    str | None,
+    typer.Option(
+        help="The draft head of methods that need one: a folder, the name of an asset of ours, "
+        "or a hub name. Default: the asset MODEL-eagle3, where MODEL is an asset that has one."
+    ),
+]
 VariantOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -73,6 +80,7 @@ ChartOption = Annotated[
 def serve(
     model: ModelOption,
     methods: MethodsOption = "plain,clasp",
+    head: HeadOption = None,
     variant: VariantOption = None,
     concurrency: ConcurrencyOption = "1,4",
     prompts: PromptsOption = None,
@@ -111,7 +119,7 @@ def serve(
     report.check_writable(chart, None if json_out == "-" else json_out)
     console = log_console()
     plan = plans.Plan(
-        variants=_variants(methods, variant or [], spec_tokens),
+        variants=_variants(methods, variant or [], spec_tokens, head or _head_of(model)),
         concurrency=plans.parse_concurrency(concurrency),
         prompts=_prompts(prompts, num_prompts),
         model=resolve_model(model, console.print),
@@ -127,16 +135,24 @@ def serve(
     report.publish(plan, run_plan(plan, console), console, json_out=json_out, chart=chart)
 
 
-def _variants(methods: str, extra: list[str], spec_tokens: int) -> list[Variant]:
+def _head_of(model: str) -> str | None:
+    """The asset that is the head of the asset `model`, if there is one."""
+    from speculators_ext import assets
+
+    head = f"{model}-eagle3"
+    return head if head in assets.names() else None
+
+
+def _variants(methods: str, extra: list[str], spec_tokens: int, head: str | None) -> list[Variant]:
     from speculators_ext.cli import plan as plans
 
-    variants = plans.method_variants(plans.split_names(methods, "--methods"), spec_tokens)
+    variants = plans.method_variants(plans.split_names(methods, "--methods"), spec_tokens, head)
     variants += [plans.parse_variant(text, spec_tokens) for text in extra]
     names = [variant.name for variant in variants]
     for name in names:
         if names.count(name) > 1:
             raise CliError(f"--variant {name}: another row has this name; choose a new one")
-    return variants
+    return [plans.with_folder(variant, log_console().print) for variant in variants]
 
 
 def _prompts(file: Path | None, count: int | None) -> list[Prompt]:

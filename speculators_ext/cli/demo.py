@@ -13,9 +13,12 @@ if TYPE_CHECKING:
     from speculators_ext.cli.plan import Plan, Variant
 
 MODEL = "smollm2-135m-instruct"
+HEAD = f"{MODEL}-eagle3"
 SPEC_TOKENS = 6
-# Sized for two CPU cores: about a minute and a half a variant, half of it the server's start.
-NUM_PROMPTS, MAX_TOKENS, CONCURRENCY = 12, 64, (1, 4)
+TREE_NODES = 15
+CHAIN_LENGTH = 3  # the built-in chain's best on this model, measured
+# Sized for two CPU cores: under a minute and a half a variant, half of it the server's start.
+NUM_PROMPTS, MAX_TOKENS, CONCURRENCY = 8, 64, (1, 4)
 QUICK_NUM_PROMPTS, QUICK_MAX_TOKENS, QUICK_CONCURRENCY = 4, 32, (1,)
 
 
@@ -59,12 +62,12 @@ def demo_plan(out: Path, *, quick: bool) -> Plan:
     from speculators_ext.cli.prompts import default_prompts
     from speculators_ext.cli.runner import eager_by_default
 
-    folder = build_assets([MODEL])[MODEL]
+    folders = build_assets([MODEL, HEAD])
     out.mkdir(parents=True, exist_ok=True)
     return plans.Plan(
-        model=str(folder),
+        model=str(folders[MODEL]),
         model_label=MODEL,
-        variants=demo_variants(),
+        variants=demo_variants(str(folders[HEAD])),
         concurrency=QUICK_CONCURRENCY if quick else CONCURRENCY,
         prompts=default_prompts()[: QUICK_NUM_PROMPTS if quick else NUM_PROMPTS],
         max_tokens=QUICK_MAX_TOKENS if quick else MAX_TOKENS,
@@ -75,16 +78,15 @@ def demo_plan(out: Path, *, quick: bool) -> Plan:
     )
 
 
-def demo_variants() -> list[Variant]:
-    """Plain, then each method that needs nothing but the target, adaptive on and off."""
-    from speculators_ext.cli.plan import Variant, method_variants
+def demo_variants(head: str) -> list[Variant]:
+    """Plain, the engine's own chain with our head, and each of our methods, adaptive on and off."""
+    from speculators_ext.cli.plan import Variant, method_variants, needs_head
     from speculators_ext.config import METHODS
 
-    variants = method_variants(["plain"], SPEC_TOKENS)
-    for name in (name for name, method in METHODS.items() if method.drafts_alone):
-        [shipped] = method_variants([name], SPEC_TOKENS)
-        variants.append(shipped)
-        if "adaptive" in METHODS[name].config_model.model_fields:
-            config = {**(shipped.speculative or {}), "method_config": {"adaptive": False}}
-            variants.append(Variant(f"{name}, adaptive off", config))
+    chain = {"method": "eagle3", "model": head, "num_speculative_tokens": CHAIN_LENGTH}
+    variants = [Variant("plain", None), Variant("eagle3, built in", chain)]
+    for name in METHODS:
+        [shipped] = method_variants([name], TREE_NODES if needs_head(name) else SPEC_TOKENS, head)
+        config = {**(shipped.speculative or {}), "method_config": {"adaptive": False}}
+        variants += [shipped, Variant(f"{name}, adaptive off", config)]
     return variants

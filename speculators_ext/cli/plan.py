@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from speculators_ext.cli.common import CliError
+from speculators_ext.cli.common import CliError, resolve_model
 from speculators_ext.cli.rows import PLAIN
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from speculators_ext.cli.prompts import Prompt
@@ -74,9 +74,22 @@ def parse_concurrency(text: str) -> list[int]:
     return [int(part) for part in parts]
 
 
-def method_variants(names: Sequence[str], num_speculative_tokens: int) -> list[Variant]:
-    """`plain` and methods of ours under their own names, with their presets or defaults."""
-    return [_method_variant(name, num_speculative_tokens) for name in names]
+def method_variants(
+    names: Sequence[str], num_speculative_tokens: int, head: str | None = None
+) -> list[Variant]:
+    """`plain` and methods of ours under their own names, with their presets or defaults.
+
+    `head` is the draft head of the methods that need one.
+    """
+    return [_method_variant(name, num_speculative_tokens, head) for name in names]
+
+
+def with_folder(variant: Variant, log: Callable[[str], None]) -> Variant:
+    """The variant with its draft checkpoint as an engine takes it: assets become folders."""
+    config = variant.speculative or {}
+    if not isinstance(config.get("model"), str):
+        return variant
+    return replace(variant, speculative=config | {"model": resolve_model(config["model"], log)})
 
 
 def parse_variant(text: str, num_speculative_tokens: int) -> Variant:
@@ -106,7 +119,7 @@ def known_methods() -> list[str]:
     return list(METHODS)
 
 
-def _method_variant(name: str, num_speculative_tokens: int) -> Variant:
+def _method_variant(name: str, num_speculative_tokens: int, head: str | None) -> Variant:
     if name == PLAIN:
         return Variant(PLAIN, None)
     known = known_methods()
@@ -119,7 +132,25 @@ def _method_variant(name: str, num_speculative_tokens: int) -> Variant:
             f"--methods {name!r}{hint}: known are {', '.join([PLAIN, *known])}; "
             "for a method of the engine's own use --variant NAME=JSON"
         )
-    return Variant(name, {"method": name, "num_speculative_tokens": num_speculative_tokens})
+    config: dict[str, Any] = {"method": name, "num_speculative_tokens": num_speculative_tokens}
+    if needs_head(name):
+        if head is None:
+            raise CliError(f"--methods {name}: it drafts with {_needs(name)}; give it as --head")
+        config["model"] = head
+    return Variant(name, config)
+
+
+def needs_head(name: str) -> bool:
+    """Whether a method of ours drafts with a checkpoint beside the target."""
+    from speculators_ext.config import METHODS
+
+    return name in METHODS and not METHODS[name].drafts_alone
+
+
+def _needs(name: str) -> str:
+    from speculators_ext.config import METHODS
+
+    return METHODS[name].needs
 
 
 def _check_method_config(where: str, config: dict[str, Any]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from speculators_ext.cli.common import CliError
@@ -13,8 +15,8 @@ from speculators_ext.cli.plan import (
     parse_concurrency,
     parse_variant,
     split_names,
+    with_folder,
 )
-from speculators_ext.config import METHODS
 
 
 def test_names_become_speculative_configs():
@@ -23,6 +25,26 @@ def test_names_become_speculative_configs():
         Variant("plain", None),
         Variant("clasp", {"method": "clasp", "num_speculative_tokens": 5}),
     ]
+
+
+def test_a_method_with_a_head_gets_it():
+    """Catches a head that never reaches the server, or is given to a method that has none."""
+    clasp, eagle2 = method_variants(["clasp", "eagle2"], 5, "some/head")
+    assert "model" not in clasp.speculative
+    assert eagle2.speculative["model"] == "some/head"
+    with pytest.raises(CliError, match="--head"):
+        method_variants(["eagle2"], 5)
+
+
+def test_heads_named_like_assets_become_folders(tmp_path):
+    """Catches an asset's name handed to the engine, which would ask a hub for it."""
+    head = parse_variant('a={"method":"eagle3","model":"tiny-llama"}', 3)
+    given = with_folder(head, lambda line: None).speculative
+    assert (Path(given["model"]) / "config.json").is_file()
+    assert given["num_speculative_tokens"] == 3
+    folder = Variant("a", {"method": "eagle3", "model": str(tmp_path)})
+    assert with_folder(folder, lambda line: None) == folder
+    assert with_folder(Variant("plain", None), lambda line: None).speculative is None
 
 
 def test_variant_keeps_what_the_user_wrote():
@@ -77,9 +99,10 @@ def test_spaces_around_names_are_ignored():
 
 def test_demo_shows_every_method_and_its_acceptance():
     """Catches a method the demo leaves out, and adaptive rows alone, which may not draft."""
-    variants = demo_variants()
+    variants = demo_variants("head")
     assert variants[0].speculative is None
-    for name in (name for name in known_methods() if METHODS[name].drafts_alone):
+    assert variants[1].speculative["method"] == "eagle3"
+    for name in known_methods():
         mine = [v.speculative for v in variants if (v.speculative or {}).get("method") == name]
         assert len(mine) == 2
         assert mine[1]["method_config"] == {"adaptive": False}
