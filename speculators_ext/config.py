@@ -174,9 +174,9 @@ def _one_line(model: type[MethodConfig], error: ValidationError) -> str:
         )
     schema = model.model_json_schema()["properties"][key]
     accepted = describe_schema(schema)
-    given = first["input"]
+    given, place = first["input"], "".join(f"[{index}]" for index in first["loc"][1:])
     return (
-        f"{WHERE}: {key}={given!r} is not valid; accepted: {accepted}; "
+        f"{WHERE}: {key}{place}={given!r} is not valid; accepted: {accepted}; "
         f"correct it or leave the key out for the default ({json.dumps(schema.get('default'))})"
     )
 

@@ -14,7 +14,7 @@ from speculators_ext.cli.doctor import doctor
 
 app = typer.Typer(
     name="speculators-ext",
-    help="Speculative-decoding methods for stock vLLM and SGLang: check, measure and try them.",
+    help="Speculative-decoding methods for stock vLLM: check, measure and try them.",
     no_args_is_help=True,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
@@ -46,7 +46,7 @@ def main(
         typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version."),
     ] = False,
 ) -> None:
-    """Speculative-decoding methods for stock vLLM and SGLang: check, measure and try them."""
+    """Speculative-decoding methods for stock vLLM: check, measure and try them."""
 
 
 @bench.callback()

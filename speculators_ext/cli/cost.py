@@ -144,8 +144,44 @@ def _clasp_bill(config: Any, target: TargetShape) -> list[Cost]:
     ]
 
 
+def _eagle2_bill(config: Any, target: TargetShape) -> list[Cost]:
+    """A head of one layer with the target's sizes, its cache, and the CPU's copies of prefixes."""
+    del config
+    hidden, qkv = target.hidden, (target.heads + 2 * target.kv_heads) * target.head_dim
+    vocabulary = int(target.config.get("vocab_size") or 0)
+    weights = (
+        3 * hidden * hidden
+        + 2 * hidden * qkv
+        + target.heads * target.head_dim * hidden
+        + 3 * hidden * target.intermediate
+        + vocabulary * hidden
+    )
+    return [
+        Cost(
+            "weights of an EAGLE-3 head, at most: less with a reduced draft vocabulary",
+            f"(3 x {hidden} + 2 x {qkv} qkv + {target.heads * target.head_dim} + "
+            f"3 x {target.intermediate} MLP + {vocabulary} vocabulary) x {hidden} hidden x "
+            f"{target.element_bytes} B",
+            weights * target.element_bytes,
+        ),
+        Cost(
+            "the head's KV cache, per token of context",
+            f"one layer's {target.kv_formula}",
+            target.kv_bytes_per_layer,
+        ),
+        Cost(
+            "plain copies of prefixes on a CPU, per token of context of a running request",
+            f"{target.layers} layers and the head's x {target.kv_formula}",
+            (target.layers + 1) * target.kv_bytes_per_layer,
+        ),
+    ]
+
+
 _NO_WEIGHTS = Cost("weights", "0: the target's own layers draft", 0)
-_BILLS: dict[str, Callable[[Any, TargetShape], list[Cost]]] = {"clasp": _clasp_bill}
+_BILLS: dict[str, Callable[[Any, TargetShape], list[Cost]]] = {
+    "clasp": _clasp_bill,
+    "eagle2": _eagle2_bill,
+}
 
 
 def _shape(name: str, whole: Mapping[str, Any], config: Mapping[str, Any]) -> TargetShape:
@@ -179,7 +215,8 @@ def _from_hub(name: str) -> Path:
     try:
         return Path(hf_hub_download(name, "config.json"))
     except (OSError, ValueError) as error:
-        reason = " ".join(str(error).split())[:160]
+        reason = str(error).strip().splitlines()[0]
         raise CliError(
-            f"--target {name!r} is neither a folder nor a model that could be fetched ({reason})"
+            f"--target {name!r} is no folder, no asset of ours and no model that could be fetched "
+            f"({reason})"
         ) from error

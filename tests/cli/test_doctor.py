@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from speculators_ext.cli import app
 from speculators_ext.cli.checkup import examine
 from speculators_ext.cli.cost import method_costs, read_target
-from speculators_ext.config import METHODS, parse_method_config
+from speculators_ext.config import METHODS, Eagle2Config, parse_method_config
 from speculators_ext.engines.vllm import hooks
 
 run = CliRunner().invoke
@@ -143,3 +143,15 @@ def test_unreadable_target_is_one_line(tmp_path, config, says):
     assert result.exit_code == 2
     assert says in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_eagle2_bill(target):
+    """Catches a head that looks free: its weights, its cache and the copies of prefixes."""
+    shape = read_target(str(target(vocab_size=500)))
+    bill = {c.item: c.bytes for c in method_costs("eagle2", Eagle2Config(), shape, 5)}
+    assert len(bill) == 4
+    [weights] = [count for item, count in bill.items() if item.startswith("weights")]
+    assert weights > shape.element_bytes * shape.hidden * 500
+    [head_kv] = [count for item, count in bill.items() if item.startswith("the head's KV")]
+    [copies] = [count for item, count in bill.items() if item.startswith("plain copies")]
+    assert copies == (shape.layers + 1) * head_kv

@@ -43,13 +43,22 @@ def inspect_head(model: str, revision: str | None, target: ModelConfig) -> str:
 def _read_config(model: str, revision: str | None) -> dict[str, Any]:
     from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
 
-    try:
-        config = get_hf_file_to_dict("config.json", model, revision)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"speculative config: model={model!r} cannot be read: {error}") from None
+    from speculators_ext import assets
+
+    problem = "has no config.json that could be read or fetched"
+    config = None
+    if model in assets.names():
+        problem = f"is an asset, not yet a folder: `speculators-ext assets {model}` prints its own"
+    elif model.startswith(("/", ".", "~")) and not Path(model).is_dir():
+        problem = "is no folder"
+    else:
+        try:
+            config = get_hf_file_to_dict("config.json", model, revision)
+        except (OSError, ValueError) as error:
+            problem = f"cannot be read ({' '.join(str(error).split())[:120]})"
     if not isinstance(config, dict):
         raise ConfigError(
-            f"speculative config: model={model!r} has no config.json; accepted: the folder or hub "
+            f"speculative config: model={model!r} {problem}; accepted: the folder or hub "
             "name of an EAGLE checkpoint; check the path"
         )
     return config
