@@ -114,7 +114,7 @@ out/%.json: benchmarks/%.py $(INSTALLED) $(PACKAGE)
 
 out/bench.json: $(INSTALLED) $(PACKAGE)
 	@mkdir -p out
-	$(BIN)/speculators-ext bench serve --model smollm2-135m-instruct --methods plain,clasp \
+	$(BIN)/speculators-ext bench serve --model smollm2-135m-instruct --methods plain,clasp,eagle2 --spec-tokens 8 \
 	  --concurrency 1,4,16 --json $@ --chart out/bench.png
 
 style: $(INSTALLED) ## format, and mend what ruff can mend
