@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 MODEL = "smollm2-135m-instruct"
 HEAD = f"{MODEL}-eagle3"
 SPEC_TOKENS = 6
-TREE_NODES = 6
+TREE_NODES = 8
 CHAIN_LENGTH = 2  # as deep as the trees
 # Sized for two CPU cores: under a minute and a half a variant, half of it the server's start.
 NUM_PROMPTS, MAX_TOKENS, CONCURRENCY = 8, 64, (1, 4)

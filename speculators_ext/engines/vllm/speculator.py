@@ -18,7 +18,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from speculators_ext.engines.vllm.drafts import UNUSED_DRAFT
 from speculators_ext.engines.vllm.layer_walk import LayerWalk
-from speculators_ext.engines.vllm.log import logger
+from speculators_ext.engines.vllm.log import logger, warn_untried_on_gpus
 from speculators_ext.engines.vllm.packed_rows import can_pack_rows, use_packed_rows_backend
 from speculators_ext.engines.vllm.ranks import decided_on_rank_0, tensor_from_rank_0
 from speculators_ext.engines.vllm.request_options import DEFAULT_OPTIONS
@@ -50,6 +50,7 @@ def build_speculator(
     else:
         from speculators_ext.engines.vllm.packed_rows_gpu import use_packed_rows_backend_gpu
 
+        warn_untried_on_gpus("clasp")
         use_packed_rows_backend_gpu()
     return ClaspSpeculator(vllm_config, device, req_states)
 

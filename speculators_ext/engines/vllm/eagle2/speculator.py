@@ -17,6 +17,7 @@ from speculators_ext.engines.vllm.eagle2.compaction_cpu import CompactorCPU
 from speculators_ext.engines.vllm.eagle2.extend import ExtendingSpeculator
 from speculators_ext.engines.vllm.eagle2.growth import VllmHead
 from speculators_ext.engines.vllm.eagle2.tree_clock import Plan, TreeClock
+from speculators_ext.engines.vllm.log import warn_untried_on_gpus
 from speculators_ext.engines.vllm.ranks import decided_on_rank_0
 from speculators_ext.engines.vllm.request_options import DEFAULT_OPTIONS
 from speculators_ext.engines.vllm.spec_config import ExtSpeculativeConfig
@@ -45,6 +46,7 @@ def build_eagle2_speculator(
     else:
         from speculators_ext.engines.vllm.eagle2.attention_gpu import use_tree_backend_gpu
 
+        warn_untried_on_gpus("eagle2")
         use_tree_backend_gpu()
     return Eagle2Speculator(vllm_config, device, req_states)
 
