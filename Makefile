@@ -28,7 +28,7 @@ PACKAGE := $(shell find speculators_ext kernels model_configs -not -path '*__pyc
 BENCHMARKS := $(patsubst benchmarks/%.py,out/%.json,$(wildcard benchmarks/*.py))
 TESTS := $(shell find tests benchmarks -not -path '*__pycache__*' -not -name '.*' 2>/dev/null)
 
-.PHONY: help venv demo test test-fast test-engine test-full check bench style clean
+.PHONY: help venv demo test test-fast test-engine test-full check bench bench-serve style clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -112,10 +112,19 @@ out/%.json: benchmarks/%.py $(INSTALLED) $(PACKAGE)
 	@mkdir -p out
 	$(BIN)/python $< --json $@
 
+HEAD := smollm2-135m-instruct-eagle3
+TREES := "method":"eagle2","model":"$(HEAD)","num_speculative_tokens":8
+
+bench-serve: out/bench.json ## serve a real model with each method and compare with plain
+
 out/bench.json: $(INSTALLED) $(PACKAGE)
 	@mkdir -p out
-	$(BIN)/speculators-ext bench serve --model smollm2-135m-instruct --methods plain,clasp,eagle2 --spec-tokens 8 \
-	  --concurrency 1,4,16 --json $@ --chart out/bench.png
+	$(BIN)/speculators-ext bench serve --model smollm2-135m-instruct --methods plain,clasp \
+	  --variant 'eagle3, 2={"method":"eagle3","model":"$(HEAD)","num_speculative_tokens":2}' \
+	  --variant 'eagle2={$(TREES),"method_config":{"depth":2,"topk":6}}' \
+	  --variant 'eagle2, adaptive off={$(TREES),"method_config":{"depth":2,"topk":6,"adaptive":false}}' \
+	  --concurrency 1,4,16 --num-prompts 16 --max-tokens 64 --dtype bfloat16 \
+	  --json $@ --chart out/bench.png
 
 style: $(INSTALLED) ## format, and mend what ruff can mend
 	$(BIN)/ruff check --fix --quiet . || true
