@@ -55,7 +55,10 @@ class Bad(NamedTuple):
 
 BAD = [
     Bad("no-model", {"model": MISSING}, ("'model' is missing", "EAGLE-3 checkpoint")),
-    Bad("model-nowhere", {"model": "/nowhere/head"}, ("model='/nowhere/head'", "cannot be read")),
+    Bad("model-nowhere", {"model": "/nowhere/head"}, ("model='/nowhere/head'", "is no folder")),
+    Bad(
+        "asset-name", {"model": "tiny-llama-eagle3"}, ("'tiny-llama-eagle3' is an asset", "assets")
+    ),
     Bad("unknown-key", {"modle": "x"}, ("'modle'", "did you mean 'model'?")),
     Bad("many-nodes", {"num_speculative_tokens": 256}, ("=256", "from 1 to 255")),
     Bad(
