@@ -15,12 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = [
-    "DequantScales",
-    "packed_attention_fused",
-    "packed_attention_paged_ref",
-    "packed_attention_ref",
-]
+__all__ = ["DequantScales", "packed_attention_paged_ref", "packed_attention_ref"]
 
 
 class DequantScales(NamedTuple):
@@ -73,40 +68,6 @@ def packed_attention_ref(
     own_value = value.transpose(0, 1).unsqueeze(1)
     out = from_prefix.float() + own_weight * own_value.float()
     return out.permute(2, 0, 1, 3).reshape(width, num_heads, -1).to(query.dtype)
-
-
-def packed_attention_fused(
-    query: torch.Tensor,  # [W, num_heads, head_size]
-    key: torch.Tensor,  # [W, num_kv_heads, head_size]
-    value: torch.Tensor,  # [W, num_kv_heads, head_size_v]
-    prefix_key: torch.Tensor,  # [num_kv_heads, prefix_len, head_size]
-    prefix_value: torch.Tensor,  # [num_kv_heads, prefix_len, head_size_v]
-    scale: float,
-    soft_cap: float = 0.0,
-) -> torch.Tensor:
-    """``packed_attention_ref`` by torch's fused attention, in half the time on a CPU.
-
-    Same arguments and result; scores and weights are rounded as torch's kernel does. A soft cap,
-    which that kernel has not, takes the reference.
-    """
-    if soft_cap > 0:
-        return packed_attention_ref(query, key, value, prefix_key, prefix_value, scale, soft_cap)
-    width, num_heads, head_size = query.shape
-    num_kv_heads, prefix_len, _ = prefix_key.shape
-    group = num_heads // num_kv_heads
-    rows = query.view(width, num_kv_heads, group, head_size).permute(1, 2, 0, 3)
-    mask = query.new_zeros(width, prefix_len + width)
-    mask[:, prefix_len:] = float("-inf")
-    mask[:, prefix_len:].fill_diagonal_(0.0)
-    out = torch.nn.functional.scaled_dot_product_attention(
-        rows.reshape(1, num_kv_heads, group * width, head_size),
-        torch.cat([prefix_key, key.transpose(0, 1)], dim=1).unsqueeze(0),
-        torch.cat([prefix_value, value.transpose(0, 1)], dim=1).unsqueeze(0),
-        attn_mask=mask.repeat(group, 1),
-        scale=scale,
-    )
-    out = out.view(num_kv_heads, group, width, -1)
-    return out.permute(2, 0, 1, 3).reshape(width, num_heads, -1)
 
 
 def packed_attention_paged_ref(

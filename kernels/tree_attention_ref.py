@@ -101,9 +101,9 @@ def tree_attention_gathered_ref(
     rows = query.view(num_rows, num_kv_heads, group, head_size).permute(1, 2, 0, 3)
     rows = rows.reshape(num_kv_heads, group * num_rows, head_size)
     if soft_cap > 0:
-        scores = torch.bmm(rows, keys.transpose(1, 2)).float().mul_(scale / soft_cap)
+        scores = torch.bmm(rows.float(), keys.float().transpose(1, 2)).mul_(scale / soft_cap)
         scores = scores.tanh_().mul_(soft_cap).add_(bias)
-        out = torch.bmm(torch.softmax(scores, dim=-1).to(values.dtype), values)
+        out = torch.bmm(torch.softmax(scores, dim=-1), values.float()).to(query.dtype)
     else:
         out = scaled_dot_product_attention(
             rows[None], keys[None], values[None], attn_mask=bias, scale=scale

@@ -16,10 +16,10 @@ import torch
 from speculators_ext.kernels.packed_attention import packed_attention
 from speculators_ext.kernels.packed_attention_ref import (
     DequantScales,
-    packed_attention_fused,
     packed_attention_paged_ref,
     packed_attention_ref,
 )
+from speculators_ext.kernels.tree_attention_ref import tree_attention_ref
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 IMPLEMENTATIONS = {"ref": packed_attention_paged_ref, "triton": packed_attention}
@@ -312,7 +312,9 @@ def test_bfloat16_is_refused_by_the_interpreter() -> None:
 
 @pytest.mark.parametrize("soft_cap", [0.0, 20.0])
 @pytest.mark.parametrize("prefix_len", [0, 1, 37])
-def test_fused_form_is_the_reference(prefix_len: int, soft_cap: float) -> None:
+def test_a_tree_of_rows_that_see_themselves_is_the_reference(
+    prefix_len: int, soft_cap: float
+) -> None:
     """A row that attends to a sibling, or heads folded in another order than they unfold."""
     generator = torch.Generator().manual_seed(3)
     query = torch.randn(5, 6, 32, generator=generator)
@@ -320,5 +322,8 @@ def test_fused_form_is_the_reference(prefix_len: int, soft_cap: float) -> None:
     prefix = torch.randn(2, 2, prefix_len, 32, generator=generator)
     arguments = (query, key, value, prefix[0], prefix[1], 32**-0.5, soft_cap)
     torch.testing.assert_close(
-        packed_attention_fused(*arguments), packed_attention_ref(*arguments), atol=5e-6, rtol=0
+        tree_attention_ref(*arguments[:5], torch.eye(5, dtype=torch.bool), *arguments[5:]),
+        packed_attention_ref(*arguments),
+        atol=5e-6,
+        rtol=0,
     )

@@ -57,7 +57,7 @@ def test_owners_and_layers_are_apart() -> None:
     caches[2].fill_(5.0)
     keys, _ = shadow.rows("b", "0", caches[2], layout, TABLE, 40, 1, doubled)
     assert (keys[:, :40] == 10.0).all()
-    shadow.drop("a")
+    shadow.keep_only(["b"])
     caches[0].fill_(6.0)
     keys, _ = shadow.rows("a", "0", caches[0], layout, TABLE, 40, 1, doubled)
     assert (keys[:, :40] == 12.0).all()

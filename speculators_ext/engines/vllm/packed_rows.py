@@ -15,7 +15,7 @@ import torch
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
 
 from speculators_ext.engines.vllm.kv_layout import BlockLayout, learn_layout, read_prefix
-from speculators_ext.kernels.packed_attention_ref import packed_attention_fused
+from speculators_ext.kernels.tree_attention_ref import tree_attention_ref
 
 __all__ = [
     "PackedRows",
@@ -23,6 +23,7 @@ __all__ = [
     "PackedRowsCPUImpl",
     "PackedRowsImpl",
     "can_pack_rows",
+    "replace_backends",
     "use_packed_rows_backend",
 ]
 
@@ -56,10 +57,14 @@ class PackedRows:
 class PackedRowsImpl:
     """Marks attention implementations that accept ``PackedRows``."""
 
-    def packs_rows(self, layer: Any) -> bool:
-        """Whether packed rows reproduce this layer: no ALiBi, no sinks, a KV cache of its own."""
+    def special_term(self) -> str | None:
+        """What our attention cannot reproduce: ALiBi, sinks, another layer's cache; or None."""
         special = ("alibi_slopes", "sinks", "kv_sharing_target_layer_name")
-        return all(getattr(self, name, None) is None for name in special)
+        return next((name for name in special if getattr(self, name, None) is not None), None)
+
+    def packs_rows(self, layer: Any) -> bool:
+        """Whether packed rows reproduce this layer."""
+        return self.special_term() is None
 
 
 class PackedRowsCPUBackend(CPUAttentionBackend):
@@ -95,6 +100,8 @@ class PackedRowsCPUImpl(PackedRowsImpl, CPUAttentionBackendImpl):
                 output_scale, output_block_scale,
             )  # fmt: skip
         kv_cache, layout = self.readable(layer, kv_cache, key.dtype)
+        width = query.shape[0] // len(attn_metadata.prefix_lens)
+        itself = torch.eye(width, dtype=torch.bool)
         for row, own in enumerate(attn_metadata.row_slices(query.shape[0])):
             prefix_len = attn_metadata.prefix_lens[row]
             start = self.first_seen(prefix_len)
@@ -104,9 +111,10 @@ class PackedRowsCPUImpl(PackedRowsImpl, CPUAttentionBackendImpl):
             if self.is_fp8_kv_cache:
                 keys = keys.to(query.dtype) * layer._k_scale_float
                 values = values.to(query.dtype) * layer._v_scale_float
-            output[own] = packed_attention_fused(
-                query[own], key[own], value[own], keys, values, self.scale, self.logits_soft_cap
-            )
+            output[own] = tree_attention_ref(
+                query[own], key[own], value[own], keys, values, itself,
+                self.scale, self.logits_soft_cap,
+            )  # fmt: skip
         return output
 
     def readable(
@@ -145,19 +153,30 @@ class PackedRowsCPUImpl(PackedRowsImpl, CPUAttentionBackendImpl):
 
 def use_packed_rows_backend() -> None:
     """Make vLLM build our backends where it would build its CPU ones, from the next layer on."""
+    mla = f"{__name__}_mla"
+    replace_backends(
+        {
+            "CPU_ATTN": f"{__name__}.PackedRowsCPUBackend",
+            "CPU_MLA": f"{mla}.PackedRowsCPUMLABackend",
+            "AMX_MLA": f"{mla}.PackedRowsAMXMLABackend",
+        }
+    )
+
+
+def replace_backends(paths: dict[str, str]) -> None:
+    """Make vLLM build other classes for entries of its backend registry, from the next layer on.
+
+    Args:
+        paths: importable path of a backend class by the entry's name.
+    """
     from vllm.v1.attention import selector
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    package = __name__.rpartition(".")[0]
-    paths = {
-        AttentionBackendEnum.CPU_ATTN: f"{__name__}.PackedRowsCPUBackend",
-        AttentionBackendEnum.CPU_MLA: f"{package}.packed_rows_mla.PackedRowsCPUMLABackend",
-        AttentionBackendEnum.AMX_MLA: f"{package}.packed_rows_mla.PackedRowsAMXMLABackend",
-    }
-    for backend, path in paths.items():
-        if backend.get_path() != path:
-            register_backend(backend, path)
-            # An engine that ran in this process before may have left the stock class here.
+    for name, path in paths.items():
+        entry = AttentionBackendEnum[name]
+        if entry.get_path() != path:
+            register_backend(entry, path)
+            # An engine that ran in this process before may have left another class here.
             selector._cached_get_attn_backend.cache_clear()
 
 

@@ -13,7 +13,7 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionType
 
 from speculators_ext.engines.vllm.log import logger
-from speculators_ext.engines.vllm.packed_rows import PackedRows, PackedRowsImpl
+from speculators_ext.engines.vllm.packed_rows import PackedRows, PackedRowsImpl, replace_backends
 from speculators_ext.engines.vllm.source_probe import Expectation, engine_root, find_problem
 from speculators_ext.kernels.packed_attention import packed_attention
 from speculators_ext.kernels.packed_attention_ref import DequantScales
@@ -147,20 +147,16 @@ def use_packed_rows_backend_gpu() -> None:
     A backend that cannot be replaced here stays vLLM's, with one line in the log; layers built
     with it do not pack rows.
     """
-    from vllm.v1.attention import selector
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     for backend in _BACKENDS:
-        entry = AttentionBackendEnum[backend.entry]
-        if entry.get_path() == backend.path:
+        if AttentionBackendEnum[backend.entry].get_path() == backend.path:
             continue
         problem = _find_problem(backend)
         if problem is not None:
             logger.warning("clasp: %s stays without packed rows: %s", backend.entry, problem)
             continue
-        register_backend(entry, backend.path)
-        # An engine that ran in this process before may have left the stock class in the cache.
-        selector._cached_get_attn_backend.cache_clear()
+        replace_backends({backend.entry: backend.path})
 
 
 def _find_problem(backend: _Backend) -> str | None:

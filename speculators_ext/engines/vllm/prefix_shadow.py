@@ -34,7 +34,7 @@ class _Copy(NamedTuple):
 class PrefixShadow:
     """Plain copies by owner (a request) and layer.
 
-    The copy doubles the cache of the requests in it: drop an owner when its request leaves the
+    The copy doubles the cache of the requests in it: keep only the owners in the
     batch. Positions once copied must not change in the cache, as those of verified tokens do not.
     """
 
@@ -46,10 +46,6 @@ class PrefixShadow:
         present = set(owners)
         for owner in [o for o in self._copies if o not in present]:
             del self._copies[owner]
-
-    def drop(self, owner: Hashable) -> None:
-        """Forget a request that ended, or whose cache was given up."""
-        self._copies.pop(owner, None)
 
     def rows(
         self,

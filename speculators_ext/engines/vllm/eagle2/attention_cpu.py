@@ -11,10 +11,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 
 from speculators_ext.engines.vllm.eagle2.trees import TREES, DraftLevel
-from speculators_ext.engines.vllm.packed_rows import PackedRowsCPUBackend, PackedRowsCPUImpl
+from speculators_ext.engines.vllm.packed_rows import (
+    PackedRowsCPUBackend,
+    PackedRowsCPUImpl,
+    replace_backends,
+)
+from speculators_ext.kernels.tree_attention_ref import tree_attention_gathered_ref, tree_bias
 
 if TYPE_CHECKING:
     from speculators_ext.engines.vllm.eagle2.trees import TreeRows, Verification
@@ -37,8 +41,7 @@ class TreeCPUImpl(PackedRowsCPUImpl):
 
     def obstacle(self, layer: Any) -> str | None:
         """What of this layer a tree cannot reproduce, or None."""
-        special = ("alibi_slopes", "sinks", "kv_sharing_target_layer_name")
-        return next((name for name in special if getattr(self, name, None) is not None), None)
+        return self.special_term()
 
     def forward(
         self,
@@ -108,8 +111,7 @@ class TreeCPUImpl(PackedRowsCPUImpl):
             at = tree.prefix_len + tree.depths
             keys_at = torch.cat([torch.arange(start, tree.prefix_len), at])
             hidden |= at.unsqueeze(1) - keys_at >= window
-        bias = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
-        bias = bias.repeat(self.num_queries_per_kv, 1)
+        bias = tree_bias(~hidden, self.num_queries_per_kv, 0, dtype)
         step.biases[tree.owner, window, self.num_queries_per_kv, dtype] = bias
         return bias
 
@@ -130,9 +132,7 @@ class TreeCPUImpl(PackedRowsCPUImpl):
             values[:, places] = value[own].transpose(0, 1)
             sees = level.sees[own]
             stop = prefix_len + sees.shape[1]
-            bias = query.new_zeros(sees.shape[0], stop)
-            bias[:, prefix_len:].masked_fill_(~sees, float("-inf"))
-            bias = bias.repeat(self.num_queries_per_kv, 1)
+            bias = tree_bias(sees, self.num_queries_per_kv, prefix_len, query.dtype)
             output[own] = self._attend(query[own], keys[:, :stop], values[:, :stop], bias)
         return output
 
@@ -140,29 +140,11 @@ class TreeCPUImpl(PackedRowsCPUImpl):
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor
     ) -> torch.Tensor:
         """query [n, heads, d], keys, values [kv_heads, k, d], bias [group * n, k] -> as query."""
-        rows, heads, size = query.shape
-        kv_heads, group = keys.shape[0], self.num_queries_per_kv
-        packed = query.view(rows, kv_heads, group, size).permute(1, 2, 0, 3)
-        packed = packed.reshape(1, kv_heads, group * rows, size)
-        if self.logits_soft_cap > 0:
-            scores = torch.matmul(packed.float(), keys.float().transpose(1, 2)) * self.scale
-            scores = torch.tanh(scores / self.logits_soft_cap) * self.logits_soft_cap + bias
-            out = torch.matmul(torch.softmax(scores, dim=-1), values.float()).to(query.dtype)
-        else:
-            out = scaled_dot_product_attention(
-                packed, keys.unsqueeze(0), values.unsqueeze(0), attn_mask=bias, scale=self.scale
-            )
-        out = out.view(kv_heads, group, rows, size).permute(2, 0, 1, 3)
-        return out.reshape(rows, heads, size)
+        return tree_attention_gathered_ref(
+            query, keys, values, bias, self.scale, self.logits_soft_cap
+        )
 
 
 def use_tree_backend() -> None:
     """Make vLLM build our backend where it would build its CPU one, from the next layer on."""
-    from vllm.v1.attention import selector
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
-
-    path = f"{__name__}.TreeCPUBackend"
-    if AttentionBackendEnum.CPU_ATTN.get_path() != path:
-        register_backend(AttentionBackendEnum.CPU_ATTN, path)
-        # An engine that ran in this process before may have left another class here.
-        selector._cached_get_attn_backend.cache_clear()
+    replace_backends({"CPU_ATTN": f"{__name__}.TreeCPUBackend"})

@@ -14,6 +14,7 @@ import torch
 from vllm.platforms import current_platform
 
 from speculators_ext.engines.vllm.eagle2.trees import TREES, DraftLevel, pack_words
+from speculators_ext.engines.vllm.packed_rows import replace_backends
 from speculators_ext.engines.vllm.packed_rows_gpu import PackedRowsGPUImpl, key_value_views
 from speculators_ext.kernels.packed_attention_ref import DequantScales
 from speculators_ext.kernels.tree_attention import tree_attention
@@ -115,16 +116,10 @@ class TreeGPUImpl(PackedRowsGPUImpl):
 
 def use_tree_backend_gpu() -> None:
     """Make vLLM build our backends where it would build these two, from the next layer on."""
-    from vllm.v1.attention import selector
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
-
     package = __name__.rpartition(".")[0]
-    paths = {
-        AttentionBackendEnum.FLASH_ATTN: f"{package}.attention_flash.TreeFlashBackend",
-        AttentionBackendEnum.TRITON_ATTN: f"{package}.attention_triton.TreeTritonBackend",
-    }
-    for backend, path in paths.items():
-        if backend.get_path() != path:
-            register_backend(backend, path)
-            # An engine that ran in this process before may have left another class here.
-            selector._cached_get_attn_backend.cache_clear()
+    replace_backends(
+        {
+            "FLASH_ATTN": f"{package}.attention_flash.TreeFlashBackend",
+            "TRITON_ATTN": f"{package}.attention_triton.TreeTritonBackend",
+        }
+    )

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["Eagle2Speculator", "build_eagle2_speculator"]
 
 MAX_BACKLOG = 256
-"""Rows the head may lag behind; running it over so many costs next to nothing a row."""
+"""Rows the head may lag behind before it catches up: bounds what is kept, and one catching up."""
 
 
 def build_eagle2_speculator(
