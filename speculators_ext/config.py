@@ -19,6 +19,7 @@ from speculators_ext.method_configs import (
     ClaspConfig,
     Eagle2Config,
     MethodConfig,
+    MtpReuseConfig,
     TargetInfo,
 )
 from speculators_ext.registry import Registry, near_miss
@@ -31,6 +32,7 @@ __all__ = [
     "Eagle2Config",
     "Method",
     "MethodConfig",
+    "MtpReuseConfig",
     "RequestOptions",
     "TargetInfo",
     "describe_schema",

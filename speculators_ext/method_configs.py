@@ -9,7 +9,14 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 from speculators_ext.errors import ConfigError
 
-__all__ = ["WHERE", "ClaspConfig", "Eagle2Config", "MethodConfig", "TargetInfo"]
+__all__ = [
+    "WHERE",
+    "ClaspConfig",
+    "Eagle2Config",
+    "MethodConfig",
+    "MtpReuseConfig",
+    "TargetInfo",
+]
 
 WHERE = "speculative method_config"
 _Index = Annotated[int, Field(ge=0)]
@@ -192,3 +199,65 @@ class Eagle2Config(MethodConfig):
     def num_candidates(self) -> int:
         """Nodes one round of growth scores, the root not counted."""
         return self.topk + (self.depth - 1) * self.topk**2
+
+
+class MtpReuseConfig(MethodConfig):
+    """The target's own multi-token-prediction module, run several times a step.
+
+    DeepSeek-V3's module (arXiv 2412.19437, section 2.2) was trained for one step; reused, it is
+    right less often from step to step (70 / 11 / 2 % on MiMo-7B, arXiv 2509.18362).
+    """
+
+    first_hidden: Literal["pre", "post"] | None = Field(
+        None,
+        description="The target's hidden state that enters the first step: before or after the "
+        "final norm; null takes what is known for the architecture.",
+    )
+    recycled_hidden: Literal["pre", "post"] | None = Field(
+        None,
+        description="The module's own hidden state that enters its next step: before or after its "
+        "final norm; null takes what is known for the architecture.",
+    )
+    calibrate: bool = Field(
+        False,
+        description="Measure the acceptance of every choice of the two hidden states on a few "
+        "built-in prompts at load, log the table and take the best.",
+    )
+    min_path_probability: float = Field(
+        0.0,
+        ge=0.0,
+        le=1.0,
+        description="A draft is verified only if the chance that it and all drafts before it are "
+        "accepted is at least this; 'adaptive' adds what a draft is measured to cost.",
+    )
+    draft_vocab_size: int | None = Field(
+        None,
+        ge=2,
+        description="Tokens the module may draft: those most seen in the traffic; null is all.",
+    )
+    topk: int = Field(
+        1,
+        ge=1,
+        le=32,
+        description="1 drafts a chain; more a tree: nodes a level expands, and children of each.",
+    )
+    depth: int | None = Field(
+        None, ge=1, le=16, description="Levels of a tree (topk > 1); null is 5."
+    )
+    adaptive: bool = Field(
+        True, description="Draft only as deep as pays on this machine, down to not at all."
+    )
+
+    @model_validator(mode="after")
+    def _check_depth(self) -> MtpReuseConfig:
+        if self.topk == 1 and self.depth is not None:
+            raise ConfigError(
+                f"depth={self.depth} belongs to trees and topk=1 drafts a chain; accepted: topk > "
+                "1, or num_speculative_tokens for the length of a chain; remove it"
+            )
+        if self.calibrate and self.first_hidden and self.recycled_hidden:
+            raise ConfigError(
+                "calibrate=true has nothing to choose where first_hidden and recycled_hidden are "
+                "both given; accepted: at most one of the two beside it; remove one or calibrate"
+            )
+        return self
