@@ -11,22 +11,19 @@ The head is any object with the two calls of ``Head``; no engine is known here.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
-from speculators_ext.kernels.tree_build_ref import (
-    Candidates,
-    Frontier,
-    PaddedTree,
-    expand_frontier_ref,
-    make_candidates,
-    rerank_candidates_ref,
-)
+from speculators_ext.kernels.growth_ops import growth_ops
+from speculators_ext.kernels.tree_build_ref import make_candidates
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from speculators_ext.kernels.growth_ops import GrowthOps
+    from speculators_ext.kernels.tree_build_ref import Candidates, Frontier, PaddedTree
     from speculators_ext.method_configs import Eagle2Config
 
 __all__ = ["GrowthLimits", "Head", "Level", "grow_trees"]
@@ -42,6 +39,7 @@ class Level(NamedTuple):
         tokens: int64 [n].
         features: [n, H], what the head gave for each node's parent.
         sees: bool [n, depth * topk], which places a node attends to: ancestors and itself.
+        each: nodes of every request, request after request; None where they differ.
     """
 
     depth: int
@@ -50,6 +48,7 @@ class Level(NamedTuple):
     tokens: Tensor
     features: Tensor
     sees: Tensor
+    each: int | None = None
 
 
 class Head(Protocol):
@@ -92,8 +91,13 @@ def grow_trees(
     num_rows: int,
     depth: int | None = None,
     prune: bool = False,
+    ops: GrowthOps | None = None,
 ) -> PaddedTree:
     """Grow one tree a request.
+
+    Without ``prune`` shapes depend on no value and nothing is read back to the host, so that a GPU
+    is never waited for and a round can be captured: nodes that do not exist run like others, and
+    count nothing.
 
     Args:
         head: runs the levels.
@@ -106,13 +110,15 @@ def grow_trees(
         depth: levels of this round, at most ``options.depth``; None takes that.
         prune: skip nodes and levels that cannot enter a tree. Reads values back to the host, so
             only for CPUs.
+        ops: the steps of growth; None takes those of the device of ``hidden``.
 
     Returns:
         Trees of at most ``num_rows`` rows, best rows first.
     """
     topk, floor = options.topk, _log(options.min_path_probability)
+    ops = ops or growth_ops(hidden.device)
     candidates = make_candidates(len(root_tokens), options.depth, topk, hidden.device)
-    frontier = expand_frontier_ref(
+    frontier = ops.expand(
         head.logits(hidden), candidates, None,
         topk=topk, level=0, draft_to_target=head.draft_to_target,
     )  # fmt: skip
@@ -120,14 +126,14 @@ def grow_trees(
     own = torch.eye(topk, dtype=torch.bool, device=hidden.device).expand(len(root_tokens), -1, -1)
     sees, parents = own, features.unsqueeze(1).expand(-1, topk, -1)
     for level in range(1, depth or options.depth):
-        live = frontier.scores > float("-inf")
+        live = None
         if prune:
-            live &= _can_enter(candidates, frontier, limits.max_rows, floor)
+            live = _can_enter(candidates, frontier, limits.max_rows, floor)
             reach = torch.where(live, frontier.scores.exp(), 0.0).sum() / len(root_tokens)
             if not live.any() or reach < options.min_level_probability:
                 break
         logits, grown = _run_level(head, frontier, live, parents, sees, level)
-        frontier = expand_frontier_ref(
+        frontier = ops.expand(
             logits, candidates, frontier,
             topk=topk, level=level, draft_to_target=head.draft_to_target,
         )  # fmt: skip
@@ -135,21 +141,25 @@ def grow_trees(
         origin = frontier.origin.unsqueeze(-1)
         sees = torch.cat([sees.gather(1, origin.expand(-1, -1, sees.shape[-1])), own], dim=-1)
         parents = grown.gather(1, origin.expand(-1, -1, grown.shape[-1]))
-    return rerank_candidates_ref(
+    return ops.rerank(
         candidates, root_tokens, limits.max_rows, topk=topk, num_rows=num_rows, floor=floor
     )
 
 
 def _log(probability: float) -> float:
-    return float(torch.tensor(probability).log())
+    return math.log(probability) if probability > 0 else -math.inf
 
 
 def _run_level(
-    head: Head, frontier: Frontier, live: Tensor, parents: Tensor, sees: Tensor, level: int
+    head: Head, frontier: Frontier, live: Tensor | None, parents: Tensor, sees: Tensor, level: int
 ) -> tuple[Tensor, Tensor]:
     """The head over the live nodes of a frontier: logits [R * topk, V], features [R, topk, H]."""
     num_requests, topk = frontier.tokens.shape
-    requests, columns = live.nonzero(as_tuple=True)
+    if live is None:
+        places = torch.arange(num_requests * topk, device=parents.device)
+        requests, columns = places // topk, places % topk
+    else:
+        requests, columns = live.nonzero(as_tuple=True)
     hidden, features = head.step(
         Level(
             level,
@@ -158,6 +168,7 @@ def _run_level(
             frontier.tokens[requests, columns],
             parents[requests, columns],
             sees[requests, columns],
+            topk if live is None else None,
         )
     )
     logits = head.logits(hidden)
