@@ -77,7 +77,7 @@ def runner_of(llm: Any) -> Any:
 
 
 def watched(llm: Any) -> Timer:
-    from speculators_ext.engines.vllm.eagle2 import sampler
+    from speculators_ext.engines.vllm.trees import sampler
 
     timer, runner = Timer(), runner_of(llm)
     timer.watch(runner.model, "forward", "verify")

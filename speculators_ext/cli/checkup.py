@@ -134,16 +134,11 @@ def _method(
 
 
 def _target_obstacles(method: Method, shape: TargetShape) -> list[str]:
+    from speculators_ext.engines.vllm.methods import find_target_obstacle
+
     config = SimpleNamespace(**shape.config)
-    if method.name == "eagle2":
-        from speculators_ext.engines.vllm.eagle2.requested import find_tree_obstacle
-
-        obstacle = find_tree_obstacle(config)
-        return [f"the target cannot attend a draft tree: {obstacle}"] if obstacle else []
-    from speculators_ext.engines.vllm.targets import find_obstacle
-
-    obstacle = find_obstacle(shape.architectures, config)
-    return [f"the target's layers cannot be skipped: {obstacle}"] if obstacle else []
+    obstacle = find_target_obstacle(method.name, shape.architectures, config)
+    return [obstacle] if obstacle else []
 
 
 def _target(shape: TargetShape) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("vllm")
 
 from speculators_ext.engines.vllm import step_clock
-from speculators_ext.engines.vllm.eagle2.tree_clock import Plan, TreeClock
+from speculators_ext.engines.vllm.trees.tree_clock import Plan, TreeClock
 from speculators_ext.tree import DraftTree
 
 PLAIN, LEVEL, NODE = 1.0, 0.08, 0.02

@@ -16,7 +16,7 @@ pytest.importorskip("vllm")
 from speculators_ext.assets import build
 from speculators_ext.config import ConfigError
 from speculators_ext.engines.vllm import plugin
-from speculators_ext.engines.vllm.eagle2.requested import find_tree_obstacle
+from speculators_ext.engines.vllm.trees.requested import find_tree_obstacle
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -32,23 +32,28 @@ _CPU_ATTN = "vllm.v1.attention.backends.cpu_attn"
 _STATE = "vllm.v1.worker.gpu.model_states.interface"
 _REJECTION = "vllm.v1.worker.gpu.spec_decode.rejection_sampler"
 _SAMPLER = "vllm.v1.worker.gpu.sample.sampler"
-_TREES = "eagle2/model_state.py"
+_TREES = "trees/model_state.py"
 OVERRIDES = [
-    ("speculator.py", "ClaspSpeculator.propose", _SPECULATOR, "BaseSpeculator.propose"),
-    ("speculator.py", "ClaspSpeculator.set_attn", _SPECULATOR, "DraftModelSpeculator.set_attn"),
+    ("clasp/speculator.py", "ClaspSpeculator.propose", _SPECULATOR, "BaseSpeculator.propose"),
     (
-        "speculator.py",
+        "clasp/speculator.py",
+        "ClaspSpeculator.set_attn",
+        _SPECULATOR,
+        "DraftModelSpeculator.set_attn",
+    ),
+    (
+        "clasp/speculator.py",
         "ClaspSpeculator.load_draft_model",
         _SPECULATOR,
         "DraftModelSpeculator.load_draft_model",
     ),
     (
-        "speculator.py",
+        "clasp/speculator.py",
         "ClaspSpeculator.init_cudagraph_manager",
         _SPECULATOR,
         "BaseSpeculator.init_cudagraph_manager",
     ),
-    ("speculator.py", "ClaspSpeculator.capture", _SPECULATOR, "BaseSpeculator.capture"),
+    ("clasp/speculator.py", "ClaspSpeculator.capture", _SPECULATOR, "BaseSpeculator.capture"),
     (
         "drafts.py",
         "RaggedDraftTokensHandler.set_draft_tokens",
@@ -68,18 +73,30 @@ OVERRIDES = [
         "ModelState.add_request",
     ),
     (
-        "packed_rows.py",
+        "attention/packed_rows.py",
         "PackedRowsCPUImpl.forward",
         _CPU_ATTN,
         "CPUAttentionBackendImpl.forward",
     ),
     (
-        "eagle2/attention_cpu.py",
+        "trees/attention_cpu.py",
         "TreeCPUImpl.forward",
         _CPU_ATTN,
         "CPUAttentionBackendImpl.forward",
     ),
-    ("eagle2/speculator.py", "Eagle2Speculator.propose", _SPECULATOR, "BaseSpeculator.propose"),
+    ("heads/speculator.py", "HeadSpeculator.propose", _SPECULATOR, "BaseSpeculator.propose"),
+    (
+        "heads/speculator.py",
+        "HeadSpeculator.set_attn",
+        _SPECULATOR,
+        "DraftModelSpeculator.set_attn",
+    ),
+    (
+        "heads/backlog.py",
+        "_BacklogMixin.add_request",
+        _STATE,
+        "ModelState.add_request",
+    ),
     (
         "eagle2/speculator.py",
         "Eagle2Speculator.load_draft_model",
@@ -98,7 +115,7 @@ OVERRIDES = [
     ),
     *(
         (
-            "eagle2/sampler.py",
+            "trees/sampler.py",
             f"TreeRejectionSampler.{name}",
             _REJECTION,
             f"RejectionSampler.{name}",
@@ -220,6 +237,24 @@ def test_vllms_functions_take_what_we_pass(
     assert positional <= len(names)
     assert given <= {*names, *(arg.arg for arg in args.kwonlyargs)}
     assert set(required) <= given
+
+
+PARTS = (
+    "speculator.build_speculator",
+    "model_state.extend_model_state",
+    "requested.check_request",
+    "requested.find_target_obstacle",
+)
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("method", list(METHODS))
+def test_every_method_has_all_its_parts(method: str, part: str) -> None:
+    """Catches a part that is missing or misspelled: it is looked up only when it is needed."""
+    module, _, function = part.partition(".")
+    tree = ast.parse((ADAPTER / method / f"{module}.py").read_text())
+    assert function in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    assert f'"{module}:{function}"' in (ADAPTER / "methods.py").read_text()
 
 
 @pytest.mark.parametrize("expectation", EXPECTATIONS, ids=describe)

@@ -39,7 +39,7 @@ class Probe:
     """Looks into every search of one engine, changing nothing."""
 
     def __init__(self, engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        from speculators_ext.engines.vllm import skip_search
+        from speculators_ext.engines.vllm.clasp import skip_search
 
         self.seen: list[Seen] = []
         self.kept: list[set[str]] = []
@@ -224,7 +224,7 @@ def test_pinned_layers_are_kept(make_twins: Any, probe: Callable[[Any], Probe]) 
 
 def test_a_wide_batch_is_searched_by_few_rows(twins: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a search whose cost grows with the batch: at 16 requests it cost tens of steps."""
-    from speculators_ext.engines.vllm.speculator import MAX_SEARCH_ROWS
+    from speculators_ext.engines.vllm.clasp.speculator import MAX_SEARCH_ROWS
 
     search, seen = twins.clasp.speculator._search, []
     run = search.search

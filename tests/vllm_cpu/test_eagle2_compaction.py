@@ -10,10 +10,10 @@ import torch
 
 pytest.importorskip("vllm")
 
-from speculators_ext.engines.vllm.eagle2.compaction_cpu import CompactorCPU, stack_caches
-from speculators_ext.engines.vllm.eagle2.trees import TreeRows, Verification
-from speculators_ext.engines.vllm.kv_layout import learn_layout, read_prefix
-from speculators_ext.engines.vllm.prefix_shadow import PrefixShadow
+from speculators_ext.engines.vllm.attention.kv_layout import learn_layout, read_prefix
+from speculators_ext.engines.vllm.attention.prefix_shadow import PrefixShadow
+from speculators_ext.engines.vllm.trees.compaction_cpu import CompactorCPU, stack_caches
+from speculators_ext.engines.vllm.trees.metadata import TreeRows, Verification
 
 LAYERS, BLOCKS, HEADS, BLOCK, SIZE = 3, 8, 2, 32, 64
 

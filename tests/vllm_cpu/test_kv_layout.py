@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from speculators_ext.engines.vllm.kv_layout import as_strides, learn_layout, read_prefix
+from speculators_ext.engines.vllm.attention.kv_layout import as_strides, learn_layout, read_prefix
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -8,8 +8,8 @@ import torch
 pytest.importorskip("vllm")
 from vllm import _custom_ops as ops
 
-from speculators_ext.engines.vllm.kv_layout import learn_layout, read_prefix
-from speculators_ext.engines.vllm.prefix_shadow import PrefixShadow
+from speculators_ext.engines.vllm.attention.kv_layout import learn_layout, read_prefix
+from speculators_ext.engines.vllm.attention.prefix_shadow import PrefixShadow
 
 BLOCK, HEADS, SIZE = 32, 2, 64
 TABLE = torch.tensor([5, 0, 3, 7, 1, 2], dtype=torch.int32)

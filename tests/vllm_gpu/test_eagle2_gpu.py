@@ -22,18 +22,18 @@ from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends import triton_attn
 from vllm.v1.attention.ops import triton_reshape_and_cache_flash as writer
 
-from speculators_ext.engines.vllm.eagle2.attention_flash import TreeFlashBackend
-from speculators_ext.engines.vllm.eagle2.attention_triton import TreeTritonBackend
-from speculators_ext.engines.vllm.eagle2.compaction_gpu import CompactorGPU
-from speculators_ext.engines.vllm.eagle2.trees import (
+from speculators_ext.engines.vllm.attention.packed_rows_gpu import key_value_views
+from speculators_ext.engines.vllm.attention.prefix_shadow import PrefixShadow
+from speculators_ext.engines.vllm.trees.attention_flash import TreeFlashBackend
+from speculators_ext.engines.vllm.trees.attention_triton import TreeTritonBackend
+from speculators_ext.engines.vllm.trees.compaction_gpu import CompactorGPU
+from speculators_ext.engines.vllm.trees.metadata import (
     TREES,
     DraftLevel,
     TreeRows,
     Verification,
     pack_words,
 )
-from speculators_ext.engines.vllm.packed_rows_gpu import key_value_views
-from speculators_ext.engines.vllm.prefix_shadow import PrefixShadow
 from speculators_ext.tree import DraftTree
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -27,11 +27,11 @@ from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.ops import triton_reshape_and_cache_flash as writer
 
-from speculators_ext.engines.vllm import packed_rows_gpu
+from speculators_ext.engines.vllm.attention import packed_rows_gpu
+from speculators_ext.engines.vllm.attention.packed_rows import PackedRows, can_pack_rows
+from speculators_ext.engines.vllm.attention.packed_rows_flash import PackedRowsFlashBackend
+from speculators_ext.engines.vllm.attention.packed_rows_triton import PackedRowsTritonBackend
 from speculators_ext.engines.vllm.log import logger
-from speculators_ext.engines.vllm.packed_rows import PackedRows, can_pack_rows
-from speculators_ext.engines.vllm.packed_rows_flash import PackedRowsFlashBackend
-from speculators_ext.engines.vllm.packed_rows_triton import PackedRowsTritonBackend
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

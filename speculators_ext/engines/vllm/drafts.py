@@ -1,4 +1,4 @@
-"""Hook 4: hand the scheduler each request's own number of drafts (0 to K)."""
+"""Hook 4: how many drafts a request can use, and the scheduler gets each one's own number."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from vllm.v1.worker.gpu.spec_decode.utils import DraftTokensHandler
 if TYPE_CHECKING:
     import torch
     from vllm.v1.worker.gpu.input_batch import InputBatch
+    from vllm.v1.worker.gpu.states import RequestState
 
-__all__ = ["UNUSED_DRAFT", "RaggedDraftTokensHandler"]
+__all__ = ["UNUSED_DRAFT", "RaggedDraftTokensHandler", "room_left"]
 
 UNUSED_DRAFT = -1
 """Marks the unused tail of a row. It reaches the scheduler only as a shorter list: under
@@ -46,3 +47,17 @@ class RaggedDraftTokensHandler(DraftTokensHandler):
 
 def _trim(row: list[int]) -> list[int]:
     return row[: row.index(UNUSED_DRAFT)] if UNUSED_DRAFT in row else row
+
+
+def room_left(req_states: RequestState, slot: int, length: int, max_model_len: int) -> int:
+    """The most drafts on one path that a request can still use.
+
+    Args:
+        req_states: the runner's request table.
+        slot: of the request.
+        length: its tokens with KV; the bonus token follows them.
+        max_model_len: longest sequence in tokens.
+    """
+    # A verification adds one token for free: drafts past the last one would be thrown away.
+    end = min(int(req_states.max_seq_len[slot]) - 1, max_model_len - 1)
+    return max(0, end - (length + 1))

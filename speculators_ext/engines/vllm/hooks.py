@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from speculators_ext.config import METHODS, ConfigError
 from speculators_ext.engines.vllm.import_hook import when_imported
+from speculators_ext.engines.vllm.methods import build_speculator, extend_model_state
 from speculators_ext.engines.vllm.source_probe import Expectation, engine_root, find_problem
 
 if TYPE_CHECKING:
@@ -281,12 +282,6 @@ def _wrap_init_speculator(original: Callable[..., Any]) -> Callable[..., Any]:
         if not is_ours(vllm_config.speculative_config):
             return original(vllm_config, device, req_states)
         _ragged_next = not vllm_config.scheduler_config.async_scheduling
-        if vllm_config.speculative_config.ext_method == "eagle2":
-            from speculators_ext.engines.vllm.eagle2.speculator import build_eagle2_speculator
-
-            return build_eagle2_speculator(vllm_config, device, req_states)
-        from speculators_ext.engines.vllm.speculator import build_speculator
-
         return build_speculator(vllm_config, device, req_states)
 
     return init_speculator
@@ -313,12 +308,6 @@ def _wrap_resolve_model_state_cls(original: Callable[..., Any]) -> Callable[...,
         state_cls = original(vllm_config, model)
         if not is_ours(vllm_config.speculative_config):
             return state_cls
-        if vllm_config.speculative_config.ext_method == "eagle2":
-            from speculators_ext.engines.vllm.eagle2.model_state import with_trees
-
-            return with_trees(state_cls)
-        from speculators_ext.engines.vllm.request_options import with_request_options
-
-        return with_request_options(state_cls)
+        return extend_model_state(vllm_config, state_cls)
 
     return resolve_model_state_cls

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from typing import TYPE_CHECKING, Any, cast, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from speculators_ext.config import (
     METHODS,
@@ -15,14 +15,13 @@ from speculators_ext.config import (
     validate_num_speculative_tokens,
 )
 from speculators_ext.engines.vllm.log import logger
-from speculators_ext.engines.vllm.targets import find_obstacle, find_target
+from speculators_ext.engines.vllm.methods import check_request, find_target_obstacle
 
 if TYPE_CHECKING:
     from vllm.config.model import ModelConfig
     from vllm.config.parallel import ParallelConfig
     from vllm.engine.arg_utils import EngineArgs
 
-    from speculators_ext.config import Eagle2Config
     from speculators_ext.engines.vllm.spec_config import ExtSpeculativeConfig
 
 __all__ = ["build_speculative_config", "read_request", "refuse_misspelled"]
@@ -95,13 +94,7 @@ def build_speculative_config(
     _check_engine(method, args, parallel)
     _check_target(method, target)
     options = parse_method_config(method, request.get("method_config"), target=_target_info(target))
-    rides = None
-    if method == "eagle2":
-        from speculators_ext.engines.vllm.eagle2.requested import check_eagle2
-
-        rides = check_eagle2(request, cast("Eagle2Config", options), args, target)
-    else:
-        _check_skip_unit(options, target)
+    rides = check_request(method, request, options, args, target)
     stock = {k: v for k, v in request.items() if k not in ("method", "method_config")}
     config = ExtSpeculativeConfig(
         **stock,
@@ -212,26 +205,15 @@ def _check_runner(method: str) -> None:
 
 
 def _check_target(method: str, target: ModelConfig) -> None:
-    skips_layers = method == "clasp"
-    obstacle = find_obstacle(tuple(target.architectures), target.hf_text_config)
-    if obstacle is not None and skips_layers:
+    obstacle = find_target_obstacle(method, target.architectures, target.hf_text_config)
+    if obstacle is not None:
         raise ConfigError(
-            f"speculative method '{method}': layers of this target cannot be skipped: {obstacle}; "
-            "choose such a target or another method"
+            f"speculative method '{method}': {obstacle}; choose another target or another method"
         )
     if target.uses_mrope:
         raise ConfigError(
             f"speculative method '{method}': M-RoPE targets are not supported; "
             "choose a text-only target"
-        )
-
-
-def _check_skip_unit(options: Any, target: ModelConfig) -> None:
-    found = find_target(tuple(target.architectures))
-    if options.skip_unit == "sublayer" and found is not None and not found.sublayers:
-        raise ConfigError(
-            f"speculative method_config: skip_unit='sublayer' is not supported for "
-            f"{', '.join(target.architectures)}; accepted: 'layer'"
         )
 
 

@@ -33,9 +33,10 @@ class ExtSpeculativeConfig(SpeculativeConfig):
     """The built-in ridden where the draft checkpoint decides it; None: the method's own."""
 
     def __post_init__(self) -> None:
-        """Pin the built-in; a target that drafts for itself stands in for a draft checkpoint."""
-        self.method = self.rides or METHODS[self.ext_method].rides  # type: ignore[assignment]
-        if not METHODS[self.ext_method].drafts_alone:
+        """Pin the built-in; a target that is its own draft model stands in for the checkpoint."""
+        method = METHODS[self.ext_method]
+        self.method = self.rides or method.rides  # type: ignore[assignment]
+        if not (method.drafts_alone and self.method == "draft_model"):
             super().__post_init__()
             # vLLM leaves zeros here, which it refuses on a copy made by `replace`.
             self.prompt_lookup_max = self.prompt_lookup_min = None

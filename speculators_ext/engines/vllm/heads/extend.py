@@ -14,9 +14,11 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.forward_context import set_forward_context
 from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
-from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
+from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import (
+    TargetDependentARSpeculator,
+)
 
-from speculators_ext.engines.vllm.eagle2.backlog import HeadRows
+from speculators_ext.engines.vllm.heads.backlog import HeadRows
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBatch
@@ -26,11 +28,19 @@ __all__ = ["ExtendingSpeculator"]
 _NO_GRAPH = CUDAGraphMode.NONE
 
 
-class ExtendingSpeculator(EagleSpeculator):
-    """vLLM's EAGLE speculator with an extend of our own, which may lag behind the target."""
+class ExtendingSpeculator(TargetDependentARSpeculator):
+    """What vLLM's EAGLE and MTP speculators build on, with an extend that may lag behind."""
 
     _state: Any = None
-    """The model state, which holds trees and backlog."""
+    """The model state, which holds the backlog."""
+
+    def head_input(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What the head reads beside its tokens, [n, H], of what the target hands out, [n, ...]."""
+        return hidden
+
+    def accepted_paths(self) -> dict[int, torch.Tensor]:
+        """Local rows the step accepted, int32 [depth + 1], of each batch row that had a tree."""
+        return {}
 
     def _note_kept_rows(
         self,
@@ -62,13 +72,12 @@ class ExtendingSpeculator(EagleSpeculator):
         self, input_batch: InputBatch, sampled: list[int], rejected: list[int]
     ) -> tuple[torch.Tensor, list[int]]:
         """Rows of the batch that stay, [n] int64 in path order, and how many each request has."""
-        step = self._state.trees.step
-        trees = {tree.request: tree for tree in step.trees} if step.paths is not None else {}
+        paths = self.accepted_paths()
         start = input_batch.query_start_loc_np.tolist()
         kept, counts = [], []
         for row in range(input_batch.num_reqs):
-            if row in trees:
-                rows = (start[row] + step.paths[row, : sampled[row]].long()).tolist()
+            if row in paths:
+                rows = (start[row] + paths[row][: sampled[row]].long()).tolist()
             else:
                 rows = list(range(start[row], start[row + 1] - rejected[row]))
             kept += rows
@@ -131,10 +140,7 @@ class ExtendingSpeculator(EagleSpeculator):
         starts = np.asarray([piece.start for piece in pieces])
         positions = buffers.positions[:total]
         positions.copy_(torch.from_numpy(np.arange(total) + np.repeat(starts - ends[:-1], counts)))
-        hidden = torch.cat([piece.hidden for piece in pieces])
-        if self.method == "eagle3":
-            model: Any = self.model
-            hidden = model.combine_hidden_states(hidden)
+        hidden = self.head_input(torch.cat([piece.hidden for piece in pieces]))
         self.block_tables.gather_block_tables(idx_mapping, num_reqs_padded=num_reqs)
         slots = self.block_tables.compute_slot_mappings(
             idx_mapping, buffers.query_start_loc[: num_reqs + 1], positions, total

@@ -1,4 +1,4 @@
-"""Hook 6 for ``eagle2`` on GPUs: vLLM's FlashAttention and Triton backends, told of draft trees.
+"""Hook 6 for draft trees on GPUs: vLLM's FlashAttention and Triton backends, told of draft trees.
 
 Rows of a tree are already in the layer's cache, at the slots of their rows; our kernel attends them
 under the mask, all other rows of the batch go vLLM's own way. Nodes of a draft level are in no
@@ -13,17 +13,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.platforms import current_platform
 
-from speculators_ext.engines.vllm.eagle2.trees import TREES, DraftLevel, pack_words
-from speculators_ext.engines.vllm.packed_rows import replace_backends
-from speculators_ext.engines.vllm.packed_rows_gpu import PackedRowsGPUImpl, key_value_views
+from speculators_ext.engines.vllm.attention.packed_rows_gpu import (
+    PackedRowsGPUImpl,
+    key_value_views,
+)
+from speculators_ext.engines.vllm.trees.metadata import TREES, DraftLevel, pack_words
 from speculators_ext.kernels.packed_attention_ref import DequantScales
 from speculators_ext.kernels.tree_attention import tree_attention
 from speculators_ext.kernels.tree_attention_ref import LocalRows
 
 if TYPE_CHECKING:
-    from speculators_ext.engines.vllm.eagle2.trees import Verification
+    from speculators_ext.engines.vllm.trees.metadata import Verification
 
-__all__ = ["TreeGPUImpl", "use_tree_backend_gpu"]
+__all__ = ["TreeGPUImpl"]
 
 
 class TreeGPUImpl(PackedRowsGPUImpl):
@@ -112,14 +114,3 @@ class TreeGPUImpl(PackedRowsGPUImpl):
             sliding_window=window, depths=depths if window else None,
             local=local, dequant=dequant,
         )  # fmt: skip
-
-
-def use_tree_backend_gpu() -> None:
-    """Make vLLM build our backends where it would build these two, from the next layer on."""
-    package = __name__.rpartition(".")[0]
-    replace_backends(
-        {
-            "FLASH_ATTN": f"{package}.attention_flash.TreeFlashBackend",
-            "TRITON_ATTN": f"{package}.attention_triton.TreeTritonBackend",
-        }
-    )

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import numpy as np
     from vllm.v1.outputs import LogprobsTensors
 
-    from speculators_ext.engines.vllm.eagle2.trees import TreeStore
+    from speculators_ext.engines.vllm.trees.store import TreeStore
 
 __all__ = ["TreeRejectionSampler"]
 

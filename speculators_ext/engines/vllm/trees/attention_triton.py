@@ -11,7 +11,7 @@ from vllm.v1.attention.backends.triton_attn import (
     TritonAttentionMetadataBuilder,
 )
 
-from speculators_ext.engines.vllm.eagle2.attention_gpu import TreeGPUImpl
+from speculators_ext.engines.vllm.trees.attention_gpu import TreeGPUImpl
 
 __all__ = ["TreeTritonBackend"]
 

@@ -6,11 +6,17 @@ here, and costs little when it runs over many rows at once.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-__all__ = ["Backlog", "HeadRows"]
+from speculators_ext.engines.vllm.request_options import with_request_options
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import NewRequestData
+    from vllm.v1.worker.gpu.model_states.interface import ModelState
+
+__all__ = ["Backlog", "HeadRows", "with_backlog"]
 
 
 class HeadRows(NamedTuple):
@@ -58,3 +64,24 @@ class Backlog:
             torch.cat([piece.tokens for piece in pieces]),
             torch.cat([piece.hidden for piece in pieces]),
         )
+
+
+class _BacklogMixin:
+    backlog: Backlog
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.backlog = Backlog()
+
+    def add_request(self, req_index: int, new_req_data: NewRequestData) -> None:
+        """A new owner of the slot: the head owes nothing to the last one."""
+        super().add_request(req_index, new_req_data)  # type: ignore[misc]
+        self.backlog.drop(req_index)
+
+
+def with_backlog(state_cls: type[ModelState]) -> type[ModelState]:
+    """A subclass of ``state_cls`` that keeps a head's backlog and each request's options."""
+    if issubclass(state_cls, _BacklogMixin):
+        return state_cls
+    base = with_request_options(state_cls)
+    return type(f"{state_cls.__name__}WithBacklog", (_BacklogMixin, base), {})

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from speculators_ext.engines.vllm.kv_layout import read_prefix
+from speculators_ext.engines.vllm.attention.kv_layout import read_prefix
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Sequence
 
     import torch
 
-    from speculators_ext.engines.vllm.kv_layout import BlockLayout
+    from speculators_ext.engines.vllm.attention.kv_layout import BlockLayout
 
 __all__ = ["PrefixShadow"]
 

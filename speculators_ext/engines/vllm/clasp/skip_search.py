@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.forward_context import set_forward_context
 
-from speculators_ext.engines.vllm.packed_rows import PackedRows
+from speculators_ext.engines.vllm.attention.packed_rows import PackedRows
 from speculators_ext.engines.vllm.ranks import decided_on_rank_0
 from speculators_ext.proposers.clasp import best_set, solve
 from speculators_ext.proposers.skip_sets import evenly_spread, plan_skips
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
     from speculators_ext.config import ClaspConfig
-    from speculators_ext.engines.vllm.layer_walk import LayerWalk
+    from speculators_ext.engines.vllm.clasp.layer_walk import LayerWalk
     from speculators_ext.proposers.skip_sets import SkipSet
 
 __all__ = ["SearchRows", "SkipSearch"]

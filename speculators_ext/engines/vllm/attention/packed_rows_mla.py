@@ -12,7 +12,7 @@ import torch
 from vllm.v1.attention.backends.mla.amx_mla import AMXMLABackend, AMXMLAImpl
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend, CPUMLAImpl
 
-from speculators_ext.engines.vllm.packed_rows import PackedRows, PackedRowsImpl
+from speculators_ext.engines.vllm.attention.packed_rows import PackedRows, PackedRowsImpl
 from speculators_ext.kernels.packed_attention_ref import packed_attention_ref
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
 
-from speculators_ext.engines.vllm.kv_layout import BlockLayout, learn_layout, read_prefix
+from speculators_ext.engines.vllm.attention.kv_layout import BlockLayout, learn_layout, read_prefix
 from speculators_ext.kernels.tree_attention_ref import tree_attention_ref
 
 __all__ = [

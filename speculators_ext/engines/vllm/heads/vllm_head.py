@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.forward_context import set_forward_context
 
-from speculators_ext.engines.vllm.eagle2.trees import DraftLevel
+from speculators_ext.engines.vllm.trees.metadata import DraftLevel
 
 if TYPE_CHECKING:
-    from speculators_ext.engines.vllm.prefix_shadow import PrefixShadow
+    from speculators_ext.engines.vllm.attention.prefix_shadow import PrefixShadow
     from speculators_ext.proposers.eagle2 import Level
 
 __all__ = ["VllmHead"]
 
 
 class VllmHead:
-    """A round of draft levels of some requests, over vLLM's EAGLE model.
+    """A round of draft levels of some requests, over vLLM's draft model.
 
     Args:
         model: vLLM's draft model.

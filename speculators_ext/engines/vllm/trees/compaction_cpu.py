@@ -14,8 +14,8 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from speculators_ext.engines.vllm.eagle2.trees import TreeRows, Verification
-    from speculators_ext.engines.vllm.kv_layout import BlockLayout
+    from speculators_ext.engines.vllm.attention.kv_layout import BlockLayout
+    from speculators_ext.engines.vllm.trees.metadata import TreeRows, Verification
 
 __all__ = ["CompactorCPU", "stack_caches"]
 

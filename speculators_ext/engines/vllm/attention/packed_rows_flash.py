@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend, FlashAttentionImpl
 
-from speculators_ext.engines.vllm.packed_rows_gpu import PackedRowsGPUImpl
+from speculators_ext.engines.vllm.attention.packed_rows_gpu import PackedRowsGPUImpl
 
 __all__ = ["PackedRowsFlashBackend"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, TritonAttentionImpl
 
-from speculators_ext.engines.vllm.packed_rows_gpu import PackedRowsGPUImpl
+from speculators_ext.engines.vllm.attention.packed_rows_gpu import PackedRowsGPUImpl
 
 __all__ = ["PackedRowsTritonBackend"]
 

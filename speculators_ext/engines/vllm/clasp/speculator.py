@@ -16,13 +16,17 @@ from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
-from speculators_ext.engines.vllm.drafts import UNUSED_DRAFT
-from speculators_ext.engines.vllm.layer_walk import LayerWalk
+from speculators_ext.engines.vllm.attention.packed_rows import (
+    can_pack_rows,
+    use_packed_rows_backend,
+)
+from speculators_ext.engines.vllm.cache_groups import group_of_layers
+from speculators_ext.engines.vllm.clasp.layer_walk import LayerWalk
+from speculators_ext.engines.vllm.clasp.skip_search import SearchRows, SkipSearch
+from speculators_ext.engines.vllm.drafts import UNUSED_DRAFT, room_left
 from speculators_ext.engines.vllm.log import logger, warn_untried_on_gpus
-from speculators_ext.engines.vllm.packed_rows import can_pack_rows, use_packed_rows_backend
 from speculators_ext.engines.vllm.ranks import decided_on_rank_0, tensor_from_rank_0
 from speculators_ext.engines.vllm.request_options import DEFAULT_OPTIONS
-from speculators_ext.engines.vllm.skip_search import SearchRows, SkipSearch
 from speculators_ext.engines.vllm.spec_config import ExtSpeculativeConfig
 from speculators_ext.engines.vllm.step_clock import StepClock
 from speculators_ext.proposers.drafting import clamp_ids, exit_mask
@@ -48,7 +52,9 @@ def build_speculator(
     if device.type == "cpu":
         use_packed_rows_backend()
     else:
-        from speculators_ext.engines.vllm.packed_rows_gpu import use_packed_rows_backend_gpu
+        from speculators_ext.engines.vllm.attention.packed_rows_gpu import (
+            use_packed_rows_backend_gpu,
+        )
 
         warn_untried_on_gpus("clasp")
         use_packed_rows_backend_gpu()
@@ -106,11 +112,7 @@ class ClaspSpeculator(DraftModelSpeculator):
         self.draft_attn_layer_names = self._target_attn_layer_names
         super().set_attn(*args, **kwargs)
         self.draft_attn_layer_names = set()
-        self._layer_group = {
-            name: index
-            for index, group in enumerate(self.kv_cache_config.kv_cache_groups)
-            for name in group.layer_names
-        }
+        self._group_of = group_of_layers(self.kv_cache_config)
 
     def compute_draft_logits(self, hidden_states: torch.Tensor, spec_step_idx: int) -> torch.Tensor:
         """The target's logits, kept for the exit rule of this step."""
@@ -193,12 +195,9 @@ class ClaspSpeculator(DraftModelSpeculator):
         lengths = (input_batch.seq_lens[: input_batch.num_reqs] - num_rejected).tolist()
         limits = []
         for slot, sampled, length in zip(slots, num_sampled.tolist(), lengths, strict=False):
-            # `length` tokens have KV, the bonus token follows, and each step adds one more for
-            # free: drafts past the request's last token would be thrown away.
-            end = min(int(self._req_states.max_seq_len[slot]) - 1, self.max_model_len - 1)
-            room = end - (length + 1)
+            room = room_left(self._req_states, int(slot), length, self.max_model_len)
             limit = options.get(int(slot), DEFAULT_OPTIONS).limit(steps)
-            limits.append(max(0, min(limit, room)) if sampled > 0 else 0)
+            limits.append(min(limit, room) if sampled > 0 else 0)
         return limits
 
     def _refresh_skip_sets(
@@ -242,7 +241,7 @@ class ClaspSpeculator(DraftModelSpeculator):
         tables = [table.gpu[slots[exists]] for table in self.block_tables.block_tables]
         by_layer = {
             name: tables[group]
-            for name, group in self._layer_group.items()
+            for name, group in self._group_of.items()
             if name in self._target_attn_layer_names
         }
         names = [input_batch.req_ids[rows[owner]] for owner in owners]

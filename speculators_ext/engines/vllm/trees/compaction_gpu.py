@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from speculators_ext.engines.vllm.packed_rows_gpu import key_value_views
+from speculators_ext.engines.vllm.attention.packed_rows_gpu import key_value_views
 from speculators_ext.kernels.compact_kv import compact_kv
 from speculators_ext.kernels.compact_kv_ref import CacheTable
 
 if TYPE_CHECKING:
     import torch
 
-    from speculators_ext.engines.vllm.eagle2.trees import Verification
+    from speculators_ext.engines.vllm.trees.metadata import Verification
 
 __all__ = ["CompactorGPU"]
 

@@ -1,4 +1,4 @@
-"""Hook 6 for ``eagle2`` on CPUs: vLLM's CPU attention, which also understands draft trees.
+"""Hook 6 for draft trees on CPUs: vLLM's CPU attention, which also understands draft trees.
 
 With vLLM's own metadata it is vLLM's backend, untouched. Rows of a tree attend to their request's
 prefix and to their ancestors; all other rows of the batch go vLLM's own way. Rows of a draft level
@@ -12,19 +12,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from speculators_ext.engines.vllm.eagle2.trees import TREES, DraftLevel
-from speculators_ext.engines.vllm.packed_rows import (
+from speculators_ext.engines.vllm.attention.packed_rows import (
     PackedRowsCPUBackend,
     PackedRowsCPUImpl,
-    replace_backends,
 )
+from speculators_ext.engines.vllm.trees.metadata import TREES, DraftLevel
 from speculators_ext.kernels.tree_attention_ref import tree_attention_gathered_ref, tree_bias
 
 if TYPE_CHECKING:
-    from speculators_ext.engines.vllm.eagle2.trees import TreeRows, Verification
-    from speculators_ext.engines.vllm.prefix_shadow import PrefixShadow
+    from speculators_ext.engines.vllm.attention.prefix_shadow import PrefixShadow
+    from speculators_ext.engines.vllm.trees.metadata import TreeRows, Verification
 
-__all__ = ["TreeCPUBackend", "TreeCPUImpl", "use_tree_backend"]
+__all__ = ["TreeCPUBackend", "TreeCPUImpl"]
 
 
 class TreeCPUBackend(PackedRowsCPUBackend):
@@ -143,8 +142,3 @@ class TreeCPUImpl(PackedRowsCPUImpl):
         return tree_attention_gathered_ref(
             query, keys, values, bias, self.scale, self.logits_soft_cap
         )
-
-
-def use_tree_backend() -> None:
-    """Make vLLM build our backend where it would build its CPU one, from the next layer on."""
-    replace_backends({"CPU_ATTN": f"{__name__}.TreeCPUBackend"})
