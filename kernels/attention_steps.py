@@ -6,11 +6,13 @@ import triton
 import triton.language as tl
 
 __all__ = [
+    "add_values",
     "cap_scores",
     "load_positions",
     "load_rows",
     "load_scale",
     "load_span",
+    "load_tree_rows",
     "score_block",
     "see_rows",
     "step_softmax",
@@ -60,6 +62,37 @@ def load_rows(ptr, row, row_stride, head, head_stride, dim, live) -> tl.tensor: 
 
 
 @triton.jit
+def load_tree_rows(  # type: ignore[no-untyped-def]
+    rows_ptr,  # [L, ...], or None: in the cache
+    row_stride,
+    offset,  # where in a row the numbers begin
+    first_row,
+    local,  # [BLOCK_N]
+    num_rows,
+    cache_ptr,  # of one KV head: [num_blocks, block_size, head_size]
+    block_stride,
+    slot_stride,
+    block_table_ptr,
+    prefix_len,
+    HEAD_SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    DOT_DTYPE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+) -> tl.tensor:  # [BLOCK_N, BLOCK_D]
+    """Keys or values of a request's tree rows, zero where none is."""
+    if rows_ptr is None:
+        return load_positions(
+            cache_ptr, block_stride, slot_stride, block_table_ptr, prefix_len + local,
+            prefix_len + num_rows, HEAD_SIZE, BLOCK_SIZE, DOT_DTYPE, BLOCK_D,
+        )  # fmt: skip
+    else:
+        dim = tl.arange(0, BLOCK_D)[None, :]
+        live = (local < num_rows)[:, None] & (dim < HEAD_SIZE)
+        at = (first_row + local)[:, None]
+        return load_rows(rows_ptr, at, row_stride, offset, 1, dim, live).to(DOT_DTYPE)
+
+
+@triton.jit
 def load_span(cu_ptr, request) -> tuple:  # type: ignore[no-untyped-def]
     """(first row, number of rows) of a request, from cumulative offsets."""
     first = tl.load(cu_ptr + request).to(tl.int64)
@@ -82,6 +115,13 @@ def step_softmax(scores, largest, total) -> tuple:  # type: ignore[no-untyped-de
     shrink = tl.exp(largest - new_largest)
     weights = tl.exp(scores - new_largest[:, None])
     return weights, shrink, new_largest, total * shrink + tl.sum(weights, axis=1)
+
+
+@triton.jit
+def add_values(attended, shrink, weights, values, DOT_DTYPE: tl.constexpr) -> tl.tensor:  # type: ignore[no-untyped-def]
+    """What was attended, shrunk to the new maximum, and the weighted values of a block."""
+    attended = attended * shrink[:, None]
+    return tl.dot(weights.to(DOT_DTYPE), values, acc=attended, input_precision="ieee")
 
 
 @triton.jit

@@ -30,10 +30,12 @@ import triton
 import triton.language as tl
 
 from speculators_ext.kernels.attention_steps import (
+    add_values,
     load_positions,
     load_rows,
     load_scale,
     load_span,
+    load_tree_rows,
     score_block,
     see_rows,
     store_lse,
@@ -43,13 +45,13 @@ from speculators_ext.kernels.merge_attention import merge_parts
 from speculators_ext.kernels.packed_attention_ref import DequantScales
 from speculators_ext.kernels.tree_attention_checks import (
     check_cache,
-    check_requests,
+    check_local,
     check_rows,
     check_trees,
 )
 
 if TYPE_CHECKING:
-    from speculators_ext.kernels.tree_attention_ref import LocalRows
+    from speculators_ext.kernels.tree_attention_ref import LocalRows, TreeBatch
 
 __all__ = ["choose_splits", "tree_attention"]
 
@@ -58,38 +60,6 @@ DOT_DTYPES = {
     torch.float16: tl.float16,
     torch.bfloat16: tl.bfloat16,
 }
-
-
-@triton.jit
-def _load_local(  # type: ignore[no-untyped-def]
-    rows_ptr,  # [L, num_kv_heads, head_size], or None: in the cache
-    row_stride,
-    head_stride,
-    first_row,
-    local,  # [BLOCK_N]
-    num_rows,
-    kv_head,
-    cache_ptr,  # of one KV head: [num_blocks, block_size, head_size]
-    block_stride,
-    slot_stride,
-    block_table_ptr,
-    prefix_len,
-    HEAD_SIZE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    DOT_DTYPE: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-) -> tl.tensor:  # [BLOCK_N, BLOCK_D]
-    """Tree rows, zero where none is."""
-    if rows_ptr is None:
-        return load_positions(
-            cache_ptr, block_stride, slot_stride, block_table_ptr, prefix_len + local,
-            prefix_len + num_rows, HEAD_SIZE, BLOCK_SIZE, DOT_DTYPE, BLOCK_D,
-        )  # fmt: skip
-    else:
-        dim = tl.arange(0, BLOCK_D)[None, :]
-        live = (local < num_rows)[:, None] & (dim < HEAD_SIZE)
-        at = (first_row + local)[:, None]
-        return load_rows(rows_ptr, at, row_stride, kv_head, head_stride, dim, live).to(DOT_DTYPE)
 
 
 @triton.jit
@@ -179,27 +149,27 @@ def _tree_attention_kernel(  # type: ignore[no-untyped-def]
     # Finite, so that rows that have seen nothing yet stay numbers: exp(-inf - largest) is 0.
     largest, total = tl.full([BLOCK_M], -1e30, tl.float32), tl.zeros([BLOCK_M], tl.float32)
     attended = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    key_at, value_at = kv_head * key_head_stride, kv_head * value_head_stride
     for start in tl.range(0, tl.where(split == 0, num_rows, 0), BLOCK_L, num_stages=1):
         local = start + tl.arange(0, BLOCK_L)
         seen = see_rows(mask_ptr, mask_row_stride, own, is_live, start, num_rows, BLOCK_L)
         if WINDOW > 0:
             stands = tl.load(row_depths_ptr + first_row + local, mask=local < num_rows, other=0)
             seen = seen & (stands[None, :] > depth[:, None] - WINDOW)
-        keys = _load_local(
-            key_ptr, key_row_stride, key_head_stride, first_row, local, num_rows, kv_head,
-            key_cache_ptr, key_block_stride, key_slot_stride, block_table_ptr, prefix_len,
+        keys = load_tree_rows(
+            key_ptr, key_row_stride, key_at, first_row, local, num_rows, key_cache_ptr,
+            key_block_stride, key_slot_stride, block_table_ptr, prefix_len,
             HEAD_SIZE, BLOCK_SIZE, DOT_DTYPE, BLOCK_D,
         )  # fmt: skip
         weights, shrink, largest, total = score_block(
             query, keys, seen, row_scale, largest, total, SOFT_CAP
         )
-        values = _load_local(
-            value_ptr, value_row_stride, value_head_stride, first_row, local, num_rows, kv_head,
-            value_cache_ptr, value_block_stride, value_slot_stride, block_table_ptr, prefix_len,
+        values = load_tree_rows(
+            value_ptr, value_row_stride, value_at, first_row, local, num_rows, value_cache_ptr,
+            value_block_stride, value_slot_stride, block_table_ptr, prefix_len,
             HEAD_SIZE, BLOCK_SIZE, DOT_DTYPE, BLOCK_D,
         )  # fmt: skip
-        attended = attended * shrink[:, None]
-        attended = tl.dot(weights.to(DOT_DTYPE), values, acc=attended, input_precision="ieee")
+        attended = add_values(attended, shrink, weights, values, DOT_DTYPE)
 
     if key_ptr is not None:
         attended = attended / value_scale
@@ -221,8 +191,7 @@ def _tree_attention_kernel(  # type: ignore[no-untyped-def]
             value_cache_ptr, value_block_stride, value_slot_stride, block_table_ptr, position,
             stop, HEAD_SIZE, BLOCK_SIZE, DOT_DTYPE, BLOCK_D,
         )  # fmt: skip
-        attended = attended * shrink[:, None]
-        attended = tl.dot(weights.to(DOT_DTYPE), values, acc=attended, input_precision="ieee")
+        attended = add_values(attended, shrink, weights, values, DOT_DTYPE)
 
     attended = attended * (value_scale / tl.where(total > 0, total, 1.0))[:, None]
     out_ptr += split.to(tl.int64) * out_split_stride + row * out_row_stride + head * out_head_stride
@@ -235,16 +204,11 @@ def tree_attention(
     query: torch.Tensor,  # [N, num_heads, head_size]
     key_cache: torch.Tensor,  # [num_blocks, block_size, num_kv_heads, head_size]
     value_cache: torch.Tensor,  # [num_blocks, block_size, num_kv_heads, head_size]
-    block_table: torch.Tensor,  # [R, max_blocks]
-    prefix_lens: torch.Tensor,  # [R]
-    cu_nodes: torch.Tensor,  # [R + 1]
-    mask_words: torch.Tensor,  # [N, W]
+    trees: TreeBatch,
     *,
-    max_nodes: int,
     scale: float,
     soft_cap: float = 0.0,
     sliding_window: int = 0,
-    depths: torch.Tensor | None = None,  # [N]
     local: LocalRows | None = None,
     with_prefix: bool = True,
     num_splits: int = 1,
@@ -262,16 +226,10 @@ def tree_attention(
             float16 or bfloat16) or fp8. ``head_size`` is 32 to 256.
         key_cache: [num_blocks, block_size, num_kv_heads, head_size], the rows' dtype or fp8.
         value_cache: likewise.
-        block_table: [R, max_blocks] int32; request r reads the entries of its prefix, and of its
-            tree where ``local`` is None, unchecked.
-        prefix_lens: [R] int32 or int64, positions each request has before its tree; may be 0.
-        cu_nodes: [R + 1] int32, request r owns query rows ``cu_nodes[r]`` to ``cu_nodes[r + 1]``.
-        mask_words: [N, W] int32; bit j of word k: the row sees tree row 32 k + j of its request.
-        max_nodes: the most query rows of a request, known to the host.
+        trees: whose rows these are and what they see; block tables are not checked.
         scale: multiplies the scores.
         soft_cap: scores become ``cap * tanh(score / cap)``; 0 leaves them.
         sliding_window: positions a row sees, its own included; 0 for all.
-        depths: [N] int32, needed with a window: a row's position less its request's prefix.
         local: tree rows outside the cache; by default they are in it, row j of a request at
             position ``prefix_lens[r] + j``, and number as its query rows.
         with_prefix: whether the prefix is attended to as well as the tree.
@@ -291,10 +249,8 @@ def tree_attention(
     if out is None:
         out = torch.empty(query.shape, dtype=rows, device=query.device)
     check_cache(query, key_cache, value_cache, out, lse)
-    check_requests(query, block_table, prefix_lens, cu_nodes, mask_words, max_nodes, dequant)
-    check_trees(query, cu_nodes, mask_words, max_nodes, sliding_window, depths, local)
-    if query.shape[0] == 0:
-        return out
+    check_trees(query, trees, dequant)
+    check_local(query, trees, sliding_window, local)
     require(num_splits > 0, "num_splits", "at least 1", num_splits)
     # Parts are merged in float32: each is as exact as the whole.
     parts, part_lses = out[None], None if lse is None else lse[None]
@@ -302,55 +258,54 @@ def tree_attention(
         shape = (num_splits, *query.shape)
         parts = torch.empty(shape, dtype=torch.float32, device=query.device)
         part_lses = torch.empty(shape[:3], dtype=torch.float32, device=query.device)
-    num_heads, head_size = query.shape[1:]
-    num_kv_heads, num_pairs = key_cache.shape[2], max_nodes * num_heads // key_cache.shape[2]
-    block_m, block_n = choose_tiles(num_pairs, head_size, rows)
-    key, value = (None, None) if local is None else (local.key, local.value)
-    tiles = triton.cdiv(num_pairs, block_m)
-    _tree_attention_kernel[(prefix_lens.shape[0], num_kv_heads, tiles * num_splits)](
-        parts,
-        *parts.stride()[:3],
-        part_lses,
-        *((0, 0) if part_lses is None else part_lses.stride()[:2]),
-        query,
-        *query.stride()[:2],
-        key,
-        *((0, 0) if key is None else key.stride()[:2]),
-        value,
-        *((0, 0) if value is None else value.stride()[:2]),
-        key_cache,
-        *key_cache.stride()[:3],
-        value_cache,
-        *value_cache.stride()[:3],
-        block_table,
-        block_table.stride(0),
-        prefix_lens,
-        cu_nodes,
-        cu_nodes if local is None else local.cu_rows,
-        mask_words,
-        mask_words.stride(0),
-        depths,
-        depths if local is None else local.depths,
-        *dequant,
-        scale,
-        num_splits,
-        GROUP=num_heads // num_kv_heads,
-        HEAD_SIZE=head_size,
-        BLOCK_SIZE=key_cache.shape[1],
-        WINDOW=sliding_window,
-        SOFT_CAP=soft_cap,
-        WITH_PREFIX=with_prefix,
-        DOT_DTYPE=DOT_DTYPES[rows],
-        BLOCK_M=block_m,
-        BLOCK_N=block_n,
-        BLOCK_L=min(block_n, 32),
-        BLOCK_D=triton.next_power_of_2(head_size),
-        num_warps=4,
-        num_stages=2,
-    )
+    if query.shape[0] > 0:
+        _launch(
+            parts, part_lses, query, key_cache, value_cache, trees, local, dequant, rows,
+            scale, soft_cap, sliding_window, with_prefix,
+        )  # fmt: skip
     if part_lses is not None and num_splits > 1:
         merge_parts(parts, part_lses, out, lse)
     return out
+
+
+def _launch(
+    parts: torch.Tensor,  # [num_splits, N, num_heads, head_size]
+    part_lses: torch.Tensor | None,  # [num_splits, N, num_heads]
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    trees: TreeBatch,
+    local: LocalRows | None,
+    dequant: DequantScales,
+    rows: torch.dtype,
+    scale: float,
+    soft_cap: float,
+    sliding_window: int,
+    with_prefix: bool,
+) -> None:
+    (num_heads, head_size), num_kv_heads = query.shape[1:], key_cache.shape[2]
+    num_splits, group = parts.shape[0], num_heads // num_kv_heads
+    block_m, block_n = choose_tiles(trees.max_nodes * group, head_size, rows)
+    key, value = (None, None) if local is None else (local.key, local.value)
+    tiles = triton.cdiv(trees.max_nodes * group, block_m)
+    _tree_attention_kernel[(trees.prefix_lens.shape[0], num_kv_heads, tiles * num_splits)](
+        parts, *parts.stride()[:3],
+        part_lses, *((0, 0) if part_lses is None else part_lses.stride()[:2]),
+        query, *query.stride()[:2],
+        key, *((0, 0) if key is None else key.stride()[:2]),
+        value, *((0, 0) if value is None else value.stride()[:2]),
+        key_cache, *key_cache.stride()[:3],
+        value_cache, *value_cache.stride()[:3],
+        trees.block_table, trees.block_table.stride(0), trees.prefix_lens,
+        trees.cu_nodes, trees.cu_nodes if local is None else local.cu_rows,
+        trees.mask_words, trees.mask_words.stride(0),
+        trees.depths, trees.depths if local is None else local.depths,
+        *dequant, scale, num_splits,
+        GROUP=group, HEAD_SIZE=head_size, BLOCK_SIZE=key_cache.shape[1],
+        WINDOW=sliding_window, SOFT_CAP=soft_cap, WITH_PREFIX=with_prefix,
+        DOT_DTYPE=DOT_DTYPES[rows], BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_L=min(block_n, 32),
+        BLOCK_D=triton.next_power_of_2(head_size), num_warps=4, num_stages=2,
+    )  # fmt: skip
 
 
 def choose_splits(num_reqs: int, num_kv_heads: int, max_prefix_len: int, num_cores: int) -> int:

@@ -10,13 +10,14 @@ from speculators_ext.kernels.checks import check_placement, require
 
 if TYPE_CHECKING:
     from speculators_ext.kernels.packed_attention_ref import DequantScales
-    from speculators_ext.kernels.tree_attention_ref import LocalRows
+    from speculators_ext.kernels.tree_attention_mla_ref import LocalLatents
+    from speculators_ext.kernels.tree_attention_ref import LocalRows, TreeBatch
 
 __all__ = [
     "check_cache",
     "check_latents",
+    "check_local",
     "check_outputs",
-    "check_requests",
     "check_rows",
     "check_trees",
 ]
@@ -66,8 +67,14 @@ def _check_dtypes(
     return rows
 
 
-def check_latents(query: torch.Tensor, cache: torch.Tensor, latent: int) -> torch.dtype:
-    """Shapes of a latent cache and its query; the rows' dtype."""
+def check_latents(
+    query: torch.Tensor,
+    cache: torch.Tensor,
+    latent: int,
+    trees: TreeBatch,
+    local: LocalLatents | None,
+) -> torch.dtype:
+    """Shapes of latents, in the cache and outside, and of their query; the rows' dtype."""
     require(query.dim() == cache.dim() == 3, "dims of query, cache", 3, (query.dim(), cache.dim()))
     width = query.shape[2]
     require(cache.shape[2] == width, "width of cache", width, cache.shape[2])
@@ -75,7 +82,18 @@ def check_latents(query: torch.Tensor, cache: torch.Tensor, latent: int) -> torc
         fits = part >= _MIN_LATENT and part & (part - 1) == 0
         require(fits, f"numbers of the {name}", f"a power of two from {_MIN_LATENT} on", part)
     check_placement({"cache": cache}, query.device)
-    return _check_dtypes([query.dtype, cache.dtype], query, "cache", cache)
+    given = [query.dtype, cache.dtype]
+    if local is None:
+        check_words(trees)
+    else:
+        rows = local.rows
+        require(rows.dim() == 2, "dims of local rows", 2, rows.dim())
+        require(rows.shape[1] == width, "width of local rows", width, rows.shape[1])
+        require(rows.dtype in _ROW_DTYPES, "local rows dtype", _ROW_DTYPES, rows.dtype)
+        check_offsets(trees, local.cu_rows)
+        check_placement({"local rows": rows}, query.device)
+        given.insert(0, rows.dtype)
+    return _check_dtypes(given, query, "cache", cache)
 
 
 def check_cache(
@@ -109,58 +127,55 @@ def check_outputs(
     check_placement({"query": query, "out": out, "lse": lse}, query.device)
 
 
-def check_requests(
-    query: torch.Tensor,
-    block_table: torch.Tensor,
-    prefix_lens: torch.Tensor,
-    cu_nodes: torch.Tensor,
-    mask_words: torch.Tensor,
-    max_nodes: int,
-    dequant: DequantScales,
-) -> None:
+def check_trees(query: torch.Tensor, trees: TreeBatch, dequant: DequantScales) -> None:
     """Shapes, dtypes and places of what is given per request and per row."""
+    prefix_lens, block_table, words = trees.prefix_lens, trees.block_table, trees.mask_words
     require(prefix_lens.dim() == 1, "dims of prefix_lens", 1, prefix_lens.dim())
     integers = (torch.int32, torch.int64)
     require(prefix_lens.dtype in integers, "prefix_lens dtype", integers, prefix_lens.dtype)
     num_reqs, num_rows = prefix_lens.shape[0], query.shape[0]
     require(block_table.dim() == 2, "dims of block_table", 2, block_table.dim())
     require(block_table.shape[0] == num_reqs, "block_table rows", num_reqs, block_table.shape[0])
-    _check_int32("block_table", block_table)
-    require(cu_nodes.shape == (num_reqs + 1,), "cu_nodes", num_reqs + 1, tuple(cu_nodes.shape))
-    _check_int32("cu_nodes", cu_nodes)
-    require(mask_words.dim() == 2, "dims of mask_words", 2, mask_words.dim())
-    require(mask_words.shape[0] == num_rows, "mask_words rows", num_rows, mask_words.shape[0])
-    _check_int32("mask_words", mask_words)
-    require(max_nodes > 0, "max_nodes", "at least 1", max_nodes)
-    for name, factor in dequant._asdict().items():
+    offsets = tuple(trees.cu_nodes.shape)
+    require(offsets == (num_reqs + 1,), "cu_nodes", num_reqs + 1, offsets)
+    require(words.dim() == 2, "dims of mask_words", 2, words.dim())
+    require(words.shape[0] == num_rows, "mask_words rows", num_rows, words.shape[0])
+    require(trees.max_nodes > 0, "max_nodes", "at least 1", trees.max_nodes)
+    given = {"block_table": block_table, "cu_nodes": trees.cu_nodes, "mask_words": words}
+    for name, tensor in given.items():
+        _check_int32(name, tensor)
+    factors = {f"{name} scale": factor for name, factor in dequant._asdict().items()}
+    for name, factor in factors.items():
         if factor is not None:
             expected, got = (1, torch.float32), (factor.numel(), factor.dtype)
-            require(got == expected, f"{name} scale elements and dtype", expected, got)
-    given = {"block_table": block_table, "prefix_lens": prefix_lens, "cu_nodes": cu_nodes}
-    factors = {f"{name} scale": factor for name, factor in dequant._asdict().items()}
-    check_placement({**given, "mask_words": mask_words, **factors}, query.device)
+            require(got == expected, f"{name} elements and dtype", expected, got)
+    check_placement({**given, "prefix_lens": prefix_lens, **factors}, query.device)
 
 
-def check_trees(
-    query: torch.Tensor,
-    cu_nodes: torch.Tensor,
-    mask_words: torch.Tensor,
-    max_nodes: int,
-    sliding_window: int,
-    depths: torch.Tensor | None,
-    local: LocalRows | None,
+def check_words(trees: TreeBatch) -> None:
+    """Words enough for trees whose rows are the queries'."""
+    words, got = -(-trees.max_nodes // 32), trees.mask_words.shape[1]
+    require(got >= words, f"mask words for {trees.max_nodes} rows", f"at least {words}", got)
+
+
+def check_offsets(trees: TreeBatch, cu_rows: torch.Tensor) -> None:
+    """Offsets of tree rows outside the cache."""
+    shape = tuple(trees.cu_nodes.shape)
+    require(cu_rows.shape == shape, "local cu_rows", shape, tuple(cu_rows.shape))
+    _check_int32("local cu_rows", cu_rows)
+    check_placement({"local cu_rows": cu_rows}, trees.cu_nodes.device)
+
+
+def check_local(
+    query: torch.Tensor, trees: TreeBatch, sliding_window: int, local: LocalRows | None
 ) -> None:
     """Words enough for the rows of a tree, offsets of local rows, and depths where they count."""
     if local is None:
-        words = -(-max_nodes // 32)
-        got = mask_words.shape[1]
-        require(got >= words, f"mask words for {max_nodes} rows", f"at least {words}", got)
+        check_words(trees)
     else:
-        shape = tuple(cu_nodes.shape)
-        require(local.cu_rows.shape == shape, "local cu_rows", shape, tuple(local.cu_rows.shape))
-        _check_int32("local cu_rows", local.cu_rows)
+        check_offsets(trees, local.cu_rows)
     if sliding_window > 0:
-        _check_depths("depths", depths, query.shape[0], query.device)
+        _check_depths("depths", trees.depths, query.shape[0], query.device)
         if local is not None:
             _check_depths("local depths", local.depths, local.key.shape[0], query.device)
 

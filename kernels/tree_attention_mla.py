@@ -6,25 +6,30 @@ shared by all heads. Queries come absorbed: [q_i || q^r_i] per head, q_i = W_UK^
     a_ij = scale (q_i . c_j + q^r_i . r_j),  out_i = sum_j softmax(a_i)_j c_j
 
 over the prefix and the tree rows whose bit is set in row i's mask words. The output is in latent
-space; the head's W_UV comes behind. DeepSeek-V2, arXiv 2405.04434, section 2.1. In torch this is
-``tree_attention_paged_ref`` with one KV head whose values are the first part of its keys.
+space; the head's W_UV comes behind. DeepSeek-V2, arXiv 2405.04434, section 2.1. The definition in
+torch is ``tree_attention_mla_ref``.
 
 A program owns one request and a block of (row, head) pairs. A latent is read once a block, as key
-and as value. As in ``tree_attention`` the tree rows come first and lie in the cache behind the
-prefix, and ``with_prefix=False`` with ``lse`` gives the tree's part of a cascade.
+and as value. As in ``tree_attention`` the tree rows come first, lie in the cache behind the prefix
+or in a tensor of their own, and ``with_prefix=False`` with ``lse`` gives the tree's part of a
+cascade.
 """
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 
 from speculators_ext.kernels.attention_steps import (
+    add_values,
     load_positions,
     load_rows,
     load_scale,
     load_span,
+    load_tree_rows,
     see_rows,
     step_softmax,
     store_lse,
@@ -35,50 +40,37 @@ from speculators_ext.kernels.tree_attention import DOT_DTYPES
 from speculators_ext.kernels.tree_attention_checks import (
     check_latents,
     check_outputs,
-    check_requests,
     check_trees,
 )
-from speculators_ext.kernels.tree_attention_ref import tree_attention_paged_ref
 
-__all__ = ["tree_attention_mla", "tree_attention_mla_ref"]
+if TYPE_CHECKING:
+    from speculators_ext.kernels.tree_attention_mla_ref import LocalLatents
+    from speculators_ext.kernels.tree_attention_ref import TreeBatch
+
+__all__ = ["BLOCK_M", "BLOCK_N", "tree_attention_mla"]
+
+BLOCK_M, BLOCK_N = 16, 16
 
 
 @triton.jit
 def _attend_latents(  # type: ignore[no-untyped-def]
     query,  # [BLOCK_M, LATENT]
     query_rope,  # [BLOCK_M, ROPE]
-    cache_ptr,  # [num_blocks, block_size, LATENT + ROPE]
-    block_stride,
-    slot_stride,
-    block_table_ptr,  # of one request
-    position,  # [BLOCK_N]
-    stop,
+    latents,  # [BLOCK_N, LATENT]
+    ropes,  # [BLOCK_N, ROPE]
     seen,  # broadcasts to [BLOCK_M, BLOCK_N]
     scale,
     largest,
     total,
     attended,
-    LATENT: tl.constexpr,
-    ROPE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
 ) -> tuple:
     """(largest, total, attended) with a block of positions more."""
-    ropes = load_positions(
-        cache_ptr + LATENT, block_stride, slot_stride, block_table_ptr, position, stop,
-        ROPE, BLOCK_SIZE, DOT_DTYPE, ROPE,
-    )  # fmt: skip
     scores = tl.dot(query_rope, tl.trans(ropes), input_precision="ieee")
-    latents = load_positions(
-        cache_ptr, block_stride, slot_stride, block_table_ptr, position, stop,
-        LATENT, BLOCK_SIZE, DOT_DTYPE, LATENT,
-    )  # fmt: skip
     scores = tl.dot(query, tl.trans(latents), acc=scores, input_precision="ieee") * scale
     scores = tl.where(seen, scores, float("-inf"))
     weights, shrink, largest, total = step_softmax(scores, largest, total)
-    attended = attended * shrink[:, None]
-    attended = tl.dot(weights.to(DOT_DTYPE), latents, acc=attended, input_precision="ieee")
-    return largest, total, attended
+    return largest, total, add_values(attended, shrink, weights, latents, DOT_DTYPE)
 
 
 @triton.jit
@@ -91,6 +83,8 @@ def _tree_attention_mla_kernel(  # type: ignore[no-untyped-def]
     query_ptr,  # [N, num_heads, LATENT + ROPE]
     query_row_stride,
     query_head_stride,
+    rows_ptr,  # [L, LATENT + ROPE], or None: tree rows are in the cache
+    rows_stride,
     cache_ptr,  # [num_blocks, block_size, LATENT + ROPE]
     block_stride,
     slot_stride,
@@ -98,6 +92,7 @@ def _tree_attention_mla_kernel(  # type: ignore[no-untyped-def]
     block_table_stride,
     prefix_lens_ptr,  # [R] int32 or int64
     cu_nodes_ptr,  # [R + 1] int32
+    cu_rows_ptr,  # [R + 1] int32, of the tree rows; cu_nodes where they are the queries'
     mask_ptr,  # [N, W] int32
     mask_row_stride,
     q_scale_ptr,  # [1] float32, or None: the query is not quantized
@@ -126,8 +121,8 @@ def _tree_attention_mla_kernel(  # type: ignore[no-untyped-def]
     query_rope = load_rows(
         query_ptr, row, query_row_stride, head, query_head_stride, rope_dim, live
     ).to(DOT_DTYPE)  # fmt: skip
-    cache_scale = load_scale(cache_scale_ptr)
-    scale = scale * load_scale(q_scale_ptr) * cache_scale
+    scale, cache_scale = scale * load_scale(q_scale_ptr), load_scale(cache_scale_ptr)
+    first_row, num_rows = load_span(cu_rows_ptr, request)
     prefix_len = tl.load(prefix_lens_ptr + request).to(tl.int32)
     mask_ptr += first * mask_row_stride
     block_table_ptr += request * block_table_stride
@@ -135,21 +130,39 @@ def _tree_attention_mla_kernel(  # type: ignore[no-untyped-def]
     # Finite, so that rows that have seen nothing yet stay numbers: exp(-inf - largest) is 0.
     largest, total = tl.full([BLOCK_M], -1e30, tl.float32), tl.zeros([BLOCK_M], tl.float32)
     attended = tl.zeros([BLOCK_M, LATENT], tl.float32)
-    for start in tl.range(0, count, BLOCK_N, num_stages=1):
-        position = prefix_len + start + tl.arange(0, BLOCK_N)
-        seen = see_rows(mask_ptr, mask_row_stride, own, is_live, start, count, BLOCK_N)
-        largest, total, attended = _attend_latents(
-            query, query_rope, cache_ptr, block_stride, slot_stride, block_table_ptr, position,
-            prefix_len + count, seen, scale, largest, total, attended,
-            LATENT, ROPE, BLOCK_SIZE, DOT_DTYPE,
+    row_scale = scale * cache_scale if rows_ptr is None else scale
+    for start in tl.range(0, num_rows, BLOCK_N, num_stages=1):
+        local = start + tl.arange(0, BLOCK_N)
+        ropes = load_tree_rows(
+            rows_ptr, rows_stride, LATENT, first_row, local, num_rows, cache_ptr + LATENT,
+            block_stride, slot_stride, block_table_ptr, prefix_len,
+            ROPE, BLOCK_SIZE, DOT_DTYPE, ROPE,
         )  # fmt: skip
+        latents = load_tree_rows(
+            rows_ptr, rows_stride, 0, first_row, local, num_rows, cache_ptr,
+            block_stride, slot_stride, block_table_ptr, prefix_len,
+            LATENT, BLOCK_SIZE, DOT_DTYPE, LATENT,
+        )  # fmt: skip
+        seen = see_rows(mask_ptr, mask_row_stride, own, is_live, start, num_rows, BLOCK_N)
+        largest, total, attended = _attend_latents(
+            query, query_rope, latents, ropes, seen, row_scale, largest, total, attended, DOT_DTYPE
+        )
+    if rows_ptr is not None:
+        attended = attended / cache_scale
     for start in range(0, prefix_len if WITH_PREFIX else 0, BLOCK_N):
         position = start + tl.arange(0, BLOCK_N)
+        ropes = load_positions(
+            cache_ptr + LATENT, block_stride, slot_stride, block_table_ptr, position, prefix_len,
+            ROPE, BLOCK_SIZE, DOT_DTYPE, ROPE,
+        )  # fmt: skip
+        latents = load_positions(
+            cache_ptr, block_stride, slot_stride, block_table_ptr, position, prefix_len,
+            LATENT, BLOCK_SIZE, DOT_DTYPE, LATENT,
+        )  # fmt: skip
         seen = (position < prefix_len)[None, :]
         largest, total, attended = _attend_latents(
-            query, query_rope, cache_ptr, block_stride, slot_stride, block_table_ptr, position,
-            prefix_len, seen, scale, largest, total, attended,
-            LATENT, ROPE, BLOCK_SIZE, DOT_DTYPE,
+            query, query_rope, latents, ropes, seen, scale * cache_scale, largest, total, attended,
+            DOT_DTYPE,
         )  # fmt: skip
 
     attended = attended * (cache_scale / tl.where(total > 0, total, 1.0))[:, None]
@@ -161,14 +174,11 @@ def _tree_attention_mla_kernel(  # type: ignore[no-untyped-def]
 def tree_attention_mla(
     query: torch.Tensor,  # [N, num_heads, latent + rope]
     cache: torch.Tensor,  # [num_blocks, block_size, latent + rope]
-    block_table: torch.Tensor,  # [R, max_blocks]
-    prefix_lens: torch.Tensor,  # [R]
-    cu_nodes: torch.Tensor,  # [R + 1]
-    mask_words: torch.Tensor,  # [N, W]
+    trees: TreeBatch,
     *,
-    max_nodes: int,
     scale: float,
     latent: int = 512,
+    local: LocalLatents | None = None,
     with_prefix: bool = True,
     dequant: DequantScales = DequantScales(),  # noqa: B008 (immutable)
     out: torch.Tensor | None = None,  # [N, num_heads, latent]
@@ -180,19 +190,18 @@ def tree_attention_mla(
     CPU under Triton's interpreter) and contiguous in its last dimension; other strides are free.
 
     Args:
-        query: [N, num_heads, latent + rope] float32, float16 or bfloat16, absorbed, or fp8.
-        cache: [num_blocks, block_size, latent + rope], the query's dtype or fp8 of one scale.
-        block_table: [R, max_blocks] int32; request r reads the entries of its prefix and tree.
-        prefix_lens: [R] int32 or int64, positions each request has before its tree; may be 0.
-        cu_nodes: [R + 1] int32, request r owns rows ``cu_nodes[r]`` to ``cu_nodes[r + 1]``; row j
-            of a request is cached at position ``prefix_lens[r] + j``.
-        mask_words: [N, W] int32; bit j of word k: the row sees tree row 32 k + j of its request.
-        max_nodes: the most rows of a request, known to the host.
+        query: [N, num_heads, latent + rope], absorbed, a request's rows together; the rows' dtype
+            (float32, float16 or bfloat16) or fp8.
+        cache: [num_blocks, block_size, latent + rope], the rows' dtype or fp8 of one scale.
+        trees: whose rows these are and what they see; block tables are not checked.
         scale: multiplies the scores.
         latent: numbers of the latent, a power of two from 16 on as are those of the rotated key.
+        local: tree rows outside the cache; by default they are in it, row j of a request at
+            position ``prefix_lens[r] + j``, and number as its query rows.
         with_prefix: whether the prefix is attended to as well as the tree.
         dequant: what an fp8 query and an fp8 cache (``key``) are multiplied by.
         out: [N, num_heads, latent] to write to; by default a new tensor of the rows' dtype.
+            A row that sees nothing gives 0.
         lse: [N, num_heads] float32 to write to; -inf for a row that sees nothing.
 
     Returns:
@@ -201,76 +210,42 @@ def tree_attention_mla(
     Raises:
         ValueError: a shape, dtype, device or stride does not fit; says what was expected.
     """
-    rows = check_latents(query, cache, latent)
+    rows = check_latents(query, cache, latent, trees, local)
     if out is None:
         out = torch.empty((*query.shape[:2], latent), dtype=rows, device=query.device)
     check_outputs(query, out, lse, latent)
     require(dequant.value is None, "value scale", "none: values are keys", dequant.value)
-    check_requests(query, block_table, prefix_lens, cu_nodes, mask_words, max_nodes, dequant)
-    check_trees(query, cu_nodes, mask_words, max_nodes, 0, None, None)
-    num_pairs = max_nodes * query.shape[1]
+    check_trees(query, trees, dequant)
     if query.shape[0] > 0:
-        _tree_attention_mla_kernel[(prefix_lens.shape[0], triton.cdiv(num_pairs, 16))](
-            out,
-            *out.stride()[:2],
-            lse,
-            0 if lse is None else lse.stride(0),
-            query,
-            *query.stride()[:2],
-            cache,
-            *cache.stride()[:2],
-            block_table,
-            block_table.stride(0),
-            prefix_lens,
-            cu_nodes,
-            mask_words,
-            mask_words.stride(0),
-            dequant.query,
-            dequant.key,
-            scale,
-            NUM_HEADS=query.shape[1],
-            LATENT=latent,
-            ROPE=query.shape[2] - latent,
-            BLOCK_SIZE=cache.shape[1],
-            WITH_PREFIX=with_prefix,
-            DOT_DTYPE=DOT_DTYPES[rows],
-            BLOCK_M=16,
-            BLOCK_N=16,
-            num_warps=4,
-            num_stages=2,
-        )
+        _launch(out, lse, query, cache, trees, local, dequant, DOT_DTYPES[rows], scale, with_prefix)
     return out
 
 
-def tree_attention_mla_ref(
-    query: torch.Tensor,  # [N, num_heads, latent + rope]
-    cache: torch.Tensor,  # [num_blocks, block_size, latent + rope]
-    block_table: torch.Tensor,  # [R, max_blocks]
-    prefix_lens: torch.Tensor,  # [R]
-    cu_nodes: torch.Tensor,  # [R + 1]
-    mask_words: torch.Tensor,  # [N, W]
-    *,
-    max_nodes: int,
+def _launch(
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    query: torch.Tensor,
+    cache: torch.Tensor,
+    trees: TreeBatch,
+    local: LocalLatents | None,
+    dequant: DequantScales,
+    dot_dtype: tl.dtype,
     scale: float,
-    latent: int = 512,
-    with_prefix: bool = True,
-    dequant: DequantScales = DequantScales(),  # noqa: B008 (immutable)
-    out: torch.Tensor | None = None,  # [N, num_heads, latent]
-    lse: torch.Tensor | None = None,  # [N, num_heads]
-) -> torch.Tensor:
-    """The same in torch: one KV head, whose values are the latents of its keys."""
-    return tree_attention_paged_ref(
-        query,
-        cache.unsqueeze(2),
-        cache[..., :latent].unsqueeze(2),
-        block_table,
-        prefix_lens,
-        cu_nodes,
-        mask_words,
-        max_nodes=max_nodes,
-        scale=scale,
-        with_prefix=with_prefix,
-        dequant=dequant._replace(value=dequant.key),
-        out=out,
-        lse=lse,
-    )
+    with_prefix: bool,
+) -> None:
+    (num_heads, width), latent = query.shape[1:], out.shape[2]
+    rows, cu_rows = (None, trees.cu_nodes) if local is None else local
+    tiles = triton.cdiv(trees.max_nodes * num_heads, BLOCK_M)
+    _tree_attention_mla_kernel[(trees.prefix_lens.shape[0], tiles)](
+        out, *out.stride()[:2],
+        lse, 0 if lse is None else lse.stride(0),
+        query, *query.stride()[:2],
+        rows, 0 if rows is None else rows.stride(0),
+        cache, *cache.stride()[:2],
+        trees.block_table, trees.block_table.stride(0), trees.prefix_lens, trees.cu_nodes, cu_rows,
+        trees.mask_words, trees.mask_words.stride(0),
+        dequant.query, dequant.key, scale,
+        NUM_HEADS=num_heads, LATENT=latent, ROPE=width - latent, BLOCK_SIZE=cache.shape[1],
+        WITH_PREFIX=with_prefix, DOT_DTYPE=dot_dtype, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N,
+        num_warps=4, num_stages=2,
+    )  # fmt: skip

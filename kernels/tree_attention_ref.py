@@ -16,7 +16,6 @@ Parts over disjoint keys merge exactly (Milakov and Gimelshein, arXiv 1805.02867
 
 from __future__ import annotations
 
-import itertools
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -25,17 +24,44 @@ from torch.nn.functional import scaled_dot_product_attention
 from speculators_ext.kernels.packed_attention_ref import DequantScales
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch import Tensor
 
 __all__ = [
     "LocalRows",
+    "TreeBatch",
+    "dequantize",
     "merge_attention_ref",
+    "row_dtype",
+    "spans_of",
     "tree_attention_gathered_ref",
     "tree_attention_paged_ref",
     "tree_attention_ref",
     "tree_bias",
     "unpack_mask",
 ]
+
+
+class TreeBatch(NamedTuple):
+    """Draft trees of a batch: R requests, whose N query rows stand one request after another.
+
+    Attributes:
+        block_table: int32 [R, max_blocks]; request r reads the entries of its prefix, and of its
+            tree where the tree's rows are in the cache.
+        prefix_lens: int32 or int64 [R], positions each request has before its tree; may be 0.
+        cu_nodes: int32 [R + 1], request r owns query rows cu_nodes[r] to cu_nodes[r + 1].
+        mask_words: int32 [N, W]; bit j of word k: the row sees tree row 32 k + j of its request.
+        max_nodes: the most query rows of a request, known to the host.
+        depths: int32 [N], needed with a sliding window: a row's position less its request's prefix.
+    """
+
+    block_table: Tensor
+    prefix_lens: Tensor
+    cu_nodes: Tensor
+    mask_words: Tensor
+    max_nodes: int
+    depths: Tensor | None = None
 
 
 class LocalRows(NamedTuple):
@@ -154,16 +180,11 @@ def tree_attention_paged_ref(
     query: Tensor,  # [N, num_heads, head_size]
     key_cache: Tensor,  # [num_blocks, block_size, num_kv_heads, head_size]
     value_cache: Tensor,  # [num_blocks, block_size, num_kv_heads, head_size_v]
-    block_table: Tensor,  # [R, max_blocks]
-    prefix_lens: Tensor,  # [R]
-    cu_nodes: Tensor,  # [R + 1]
-    mask_words: Tensor,  # [N, W]
+    trees: TreeBatch,
     *,
-    max_nodes: int,
     scale: float,
     soft_cap: float = 0.0,
     sliding_window: int = 0,
-    depths: Tensor | None = None,  # [N]
     local: LocalRows | None = None,
     with_prefix: bool = True,
     num_splits: int = 1,
@@ -177,36 +198,44 @@ def tree_attention_paged_ref(
     the host.
     """
     if out is None:
+        own = None if local is None else local.key
         shape = (*query.shape[:2], value_cache.shape[-1])
-        out = torch.empty(shape, dtype=_row_dtype(query, key_cache, local), device=query.device)
-    cu_rows = cu_nodes if local is None else local.cu_rows
-    spans = zip(*(itertools.pairwise(cu.tolist()) for cu in (cu_nodes, cu_rows)), strict=True)
-    for request, ((first, stop), (first_row, stop_row)) in enumerate(spans):
-        prefix_len, num_rows = int(prefix_lens[request]), stop_row - first_row
+        out = torch.empty(shape, dtype=row_dtype(own, query, key_cache), device=query.device)
+    cu_rows, block_size = None if local is None else local.cu_rows, key_cache.shape[1]
+    for request, (first, stop, first_row, stop_row) in enumerate(spans_of(trees, cu_rows)):
+        if first == stop:
+            continue
+        prefix_len, num_rows = int(trees.prefix_lens[request]), stop_row - first_row
         cached = prefix_len + (num_rows if local is None else 0)
         at = torch.arange(0 if with_prefix else prefix_len, cached, device=query.device)
         if not with_prefix and local is not None:
             at = at[:0]
-        block_size = key_cache.shape[1]
-        blocks = block_table[request, at // block_size].long()
-        keys = _dequantize(key_cache[blocks, at % block_size], dequant.key)
-        values = _dequantize(value_cache[blocks, at % block_size], dequant.value)
+        blocks = trees.block_table[request, at // block_size].long()
+        keys = dequantize(key_cache[blocks, at % block_size], dequant.key)
+        values = dequantize(value_cache[blocks, at % block_size], dequant.value)
         if local is not None:
             keys = torch.cat([keys, local.key[first_row:stop_row].to(keys.dtype)])
             values = torch.cat([values, local.value[first_row:stop_row].to(values.dtype)])
-        seen = unpack_mask(mask_words[first:stop], num_rows)
+        seen = unpack_mask(trees.mask_words[first:stop], num_rows)
         seen = torch.nn.functional.pad(seen, (keys.shape[0] - num_rows, 0), value=True)
         if sliding_window > 0:
-            row_depths = depths if local is None else local.depths
-            assert depths is not None
+            row_depths = trees.depths if local is None else local.depths
+            assert trees.depths is not None
             assert row_depths is not None
             stands = torch.cat([at[at < prefix_len], prefix_len + row_depths[first_row:stop_row]])
-            seen &= stands > prefix_len + depths[first:stop, None] - sliding_window
-        rows = _dequantize(query[first:stop], dequant.query)
+            seen &= stands > prefix_len + trees.depths[first:stop, None] - sliding_window
+        rows = dequantize(query[first:stop], dequant.query)
         out[first:stop], log_sum = _attend(rows, keys, values, seen, scale, soft_cap)
         if lse is not None:
             lse[first:stop] = log_sum
     return out
+
+
+def spans_of(trees: TreeBatch, cu_rows: Tensor | None) -> Iterator[tuple[int, int, int, int]]:
+    """(first query row, its end, first tree row, its end) of each request."""
+    queries = trees.cu_nodes.tolist()
+    rows = queries if cu_rows is None else cu_rows.tolist()
+    return zip(queries, queries[1:], rows, rows[1:], strict=False)
 
 
 def _attend(
@@ -244,12 +273,13 @@ def merge_attention_ref(
     return merged.to(out_a.dtype), lse
 
 
-def _row_dtype(query: Tensor, key_cache: Tensor, local: LocalRows | None) -> torch.dtype:
-    """The first dtype of more than a byte among the local rows', the query's and the cache's."""
-    given = (*((local.key.dtype,) if local is not None else ()), query.dtype, key_cache.dtype)
-    return next((dtype for dtype in given if dtype.itemsize > 1), torch.bfloat16)
+def row_dtype(*given: Tensor | None) -> torch.dtype:
+    """The first dtype of more than a byte: local rows', the query's, or the cache's."""
+    dtypes = (tensor.dtype for tensor in given if tensor is not None)
+    return next((dtype for dtype in dtypes if dtype.itemsize > 1), torch.bfloat16)
 
 
-def _dequantize(stored: Tensor, factor: Tensor | None) -> Tensor:
+def dequantize(stored: Tensor, factor: Tensor | None) -> Tensor:
+    """The numbers in float32 at least."""
     numbers = stored if stored.dtype == torch.float64 else stored.float()
     return numbers if factor is None else numbers * factor

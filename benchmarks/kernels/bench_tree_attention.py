@@ -22,6 +22,7 @@ import kernel_bench
 
 from speculators_ext.kernels.tree_attention import tree_attention
 from speculators_ext.kernels.tree_attention_ref import (
+    TreeBatch,
     tree_attention_gathered_ref,
     tree_attention_paged_ref,
     tree_bias,
@@ -67,26 +68,33 @@ def pack(mask: torch.Tensor) -> torch.Tensor:
     return torch.where(words >= 2**31, words - 2**32, words).int()
 
 
+def tree_batch(
+    num_reqs: int, num_nodes: int, prefix_len: int, per_req: int, device: str
+) -> TreeBatch:
+    """Trees of one size behind prefixes of one length, blocks in random order."""
+    table = torch.randperm(num_reqs * per_req, device=device).to(torch.int32)
+    return TreeBatch(
+        table.view(num_reqs, per_req),
+        torch.full((num_reqs,), prefix_len, device=device),
+        (torch.arange(num_reqs + 1) * num_nodes).int().to(device),
+        pack(tree_masks(num_nodes)).repeat(num_reqs, 1).to(device),
+        num_nodes,
+    )
+
+
 def make_call(shape: Shape, dtype: torch.dtype, device: str) -> dict[str, Any]:
-    """Arguments of kernel and paged reference: vLLM's cache layout, blocks in random order."""
+    """Arguments of kernel and paged reference: vLLM's cache layout."""
     torch.manual_seed(0)
     per_req = -(-(shape.prefix_len + shape.num_nodes) // BLOCK_SIZE)
     inner = (shape.num_kv_heads, BLOCK_SIZE, 2 * shape.head_size)
     cache = torch.randn(shape.num_reqs * per_req, *inner, device=device, dtype=dtype)
     key_cache, value_cache = cache.transpose(1, 2).split(shape.head_size, dim=-1)
-    table = torch.randperm(shape.num_reqs * per_req, device=device).to(torch.int32)
     rows = shape.num_reqs * shape.num_nodes
-    words = pack(tree_masks(shape.num_nodes)).repeat(shape.num_reqs, 1)
-    offsets = torch.arange(shape.num_reqs + 1) * shape.num_nodes
     return {
         "query": torch.randn(rows, shape.num_heads, shape.head_size, device=device, dtype=dtype),
         "key_cache": key_cache,
         "value_cache": value_cache,
-        "block_table": table.view(shape.num_reqs, per_req),
-        "prefix_lens": torch.full((shape.num_reqs,), shape.prefix_len, device=device),
-        "cu_nodes": offsets.int().to(device),
-        "mask_words": words.to(device),
-        "max_nodes": shape.num_nodes,
+        "trees": tree_batch(shape.num_reqs, shape.num_nodes, shape.prefix_len, per_req, device),
         "scale": shape.head_size**-0.5,
     }
 

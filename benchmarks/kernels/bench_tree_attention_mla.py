@@ -17,12 +17,10 @@ import typer
 sys.path.insert(0, str(Path(__file__).parent))
 
 import kernel_bench
-from bench_tree_attention import TOLERANCES, pack, tree_masks
+from bench_tree_attention import TOLERANCES, tree_batch
 
-from speculators_ext.kernels.tree_attention_mla import (
-    tree_attention_mla,
-    tree_attention_mla_ref,
-)
+from speculators_ext.kernels.tree_attention_mla import tree_attention_mla
+from speculators_ext.kernels.tree_attention_mla_ref import tree_attention_mla_ref
 
 BLOCK_SIZE, LATENT, WIDTH = 64, 512, 576
 
@@ -53,11 +51,7 @@ def make_trial(shape: Shape, device: str) -> kernel_bench.Trial:
     call: dict[str, Any] = {
         "query": torch.randn(rows, device=device, dtype=dtype),
         "cache": torch.randn(num_reqs * per_req, BLOCK_SIZE, WIDTH, device=device, dtype=dtype),
-        "block_table": torch.randperm(num_reqs * per_req).int().view(num_reqs, -1).to(device),
-        "prefix_lens": torch.full((num_reqs,), shape.prefix_len, device=device),
-        "cu_nodes": (torch.arange(num_reqs + 1) * num_nodes).int().to(device),
-        "mask_words": pack(tree_masks(num_nodes)).repeat(num_reqs, 1).to(device),
-        "max_nodes": num_nodes,
+        "trees": tree_batch(num_reqs, num_nodes, shape.prefix_len, per_req, device),
         "scale": WIDTH**-0.5,
     }
 

@@ -19,6 +19,7 @@ from speculators_ext.kernels.packed_attention_ref import DequantScales
 from speculators_ext.kernels.tree_attention import choose_splits, tree_attention
 from speculators_ext.kernels.tree_attention_ref import (
     LocalRows,
+    TreeBatch,
     tree_attention_paged_ref,
 )
 
@@ -85,7 +86,7 @@ def make_masks(counts: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def make_call(shape: Shape, dtype: torch.dtype, *, sharpness: float = 1.0) -> dict[str, Any]:
-    """Keyword arguments of both implementations, tree rows being in the cache."""
+    """What both implementations are given, trees' fields by name; tree rows are in the cache."""
     torch.manual_seed(0)
     query = torch.randn(sum(shape.counts), shape.num_heads, shape.head_size) * sharpness
     words, depths = make_masks(shape.counts)
@@ -115,11 +116,18 @@ def make_call(shape: Shape, dtype: torch.dtype, *, sharpness: float = 1.0) -> di
     }
 
 
+def arguments(call: dict[str, Any]) -> dict[str, Any]:
+    """Keyword arguments: the fields of the trees are one."""
+    trees = {name: call[name] for name in TreeBatch._fields}
+    rest = {name: part for name, part in call.items() if name not in trees}
+    return {**rest, "trees": TreeBatch(**trees)}
+
+
 def run(attend: Any, call: dict[str, Any], **changes: Any) -> tuple[torch.Tensor, torch.Tensor]:
     query = call["query"]
     out = torch.full_like(query, math.nan, dtype=changes.pop("dtype", query.dtype))
     lse = torch.full(query.shape[:2], math.nan, device=DEVICE)
-    attend(**{**call, "out": out, "lse": lse, **changes})
+    attend(**arguments({**call, "out": out, "lse": lse, **changes}))
     return out, lse
 
 
@@ -323,7 +331,7 @@ def test_nothing_but_the_output_is_written(attend: Any) -> None:
     before = [cache.clone().view(torch.int32) for cache in caches]
     rows, heads, head_size = call["query"].shape
     around = torch.full((rows + 1, heads + 1, head_size + 1), math.nan, device=DEVICE)
-    out = attend(**{**call, "out": around[:rows, :heads, :head_size]})
+    out = attend(**arguments({**call, "out": around[:rows, :heads, :head_size]}))
     for cache, old in zip(caches, before, strict=True):
         assert torch.equal(cache.view(torch.int32), old)
     assert int((~around.isnan()).sum()) == out.numel() == rows * heads * head_size
@@ -349,7 +357,7 @@ def test_arguments_that_do_not_fit(name: str, spoil: Any, message: str) -> None:
     """Catches an argument the kernel would read past, or in the wrong dtype, without a word."""
     call = make_call(Shape((20,), (40,), options={"sliding_window": 9}), torch.float32)
     with pytest.raises(ValueError, match=message):
-        tree_attention(**{**call, name: spoil(call[name])})
+        tree_attention(**arguments({**call, name: spoil(call[name])}))
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="bfloat16 is right on a GPU")
@@ -357,7 +365,7 @@ def test_bfloat16_is_refused_by_the_interpreter() -> None:
     """Catches garbage handed out on a CPU: the interpreter's bfloat16 arithmetic is wrong."""
     call = make_call(Shape((20,), (4,)), torch.bfloat16)
     with pytest.raises(ValueError, match="dtype on a CPU"):
-        tree_attention(**call)
+        tree_attention(**arguments(call))
 
 
 SPLIT_SHAPES = ["ragged, empty trees", "GQA 9/3", "window", "empty prefix"]
@@ -384,7 +392,8 @@ def test_splits_fill_a_gpu(num_reqs: int, max_prefix_len: int, expected: int) ->
 
 def test_no_rows_is_no_launch() -> None:
     """Catches a grid of size 0, which a GPU refuses."""
-    assert tree_attention(**make_call(Shape((4,), (0,)), torch.float32)).shape == (0, 4, 64)
+    call = make_call(Shape((4,), (0,)), torch.float32)
+    assert tree_attention(**arguments(call), num_splits=2).shape == (0, 4, 64)
 
 
 def test_the_cascade_is_the_fused_form() -> None:

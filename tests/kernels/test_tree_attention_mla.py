@@ -14,10 +14,14 @@ import torch
 
 from speculators_ext.kernels.merge_attention import merge_attention
 from speculators_ext.kernels.packed_attention_ref import DequantScales
-from speculators_ext.kernels.tree_attention_mla import (
-    tree_attention_mla,
+from speculators_ext.kernels.tree_attention_mla import tree_attention_mla
+from speculators_ext.kernels.tree_attention_mla_ref import (
+    LocalLatents,
+    gather_latents,
+    tree_attention_mla_gathered_ref,
     tree_attention_mla_ref,
 )
+from speculators_ext.kernels.tree_attention_ref import TreeBatch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 IMPLEMENTATIONS = {"ref": tree_attention_mla_ref, "triton": tree_attention_mla}
@@ -48,7 +52,7 @@ SHAPES = {
 
 
 def make_call(shape: Shape, dtype: torch.dtype) -> dict[str, Any]:
-    """Keyword arguments of both implementations: trees in which row i hangs from (i - 1) // 2."""
+    """What both are given, trees' fields by name: row i of a tree hangs from (i - 1) // 2."""
     torch.manual_seed(0)
     width = shape.latent + shape.rope
     lengths = [p + n for p, n in zip(shape.prefix_lens, shape.counts, strict=True)]
@@ -82,12 +86,19 @@ def make_call(shape: Shape, dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
+def arguments(call: dict[str, Any]) -> dict[str, Any]:
+    """Keyword arguments: the fields of the trees are one."""
+    trees = {name: call[name] for name in TreeBatch._fields if name in call}
+    rest = {name: part for name, part in call.items() if name not in trees}
+    return {**rest, "trees": TreeBatch(**trees)}
+
+
 def run(attend: Any, call: dict[str, Any], **changes: Any) -> tuple[torch.Tensor, torch.Tensor]:
     shape = (*call["query"].shape[:2], call["latent"])
     dtype = changes.pop("dtype", call["query"].dtype)
     out = torch.full(shape, math.nan, device=DEVICE, dtype=dtype)
     lse = torch.full(shape[:2], math.nan, device=DEVICE)
-    attend(**{**call, "out": out, "lse": lse, **changes})
+    attend(**arguments({**call, "out": out, "lse": lse, **changes}))
     return out, lse
 
 
@@ -161,6 +172,97 @@ def test_the_cascade_is_the_fused_form() -> None:
     torch.testing.assert_close(lse, fused_lse, atol=1e-5, rtol=1e-5)
 
 
+def without_trees(call: dict[str, Any], shape: Shape) -> tuple[dict[str, Any], LocalLatents]:
+    """The same problem with the tree rows in a tensor of their own, and NaN in their slots."""
+    cache, rows = call["cache"].clone(), []
+    for request, (prefix_len, count) in enumerate(
+        zip(shape.prefix_lens, shape.counts, strict=True)
+    ):
+        for j in range(prefix_len, prefix_len + count):
+            block = call["block_table"][request, j // shape.block_size]
+            rows.append(cache[block, j % shape.block_size].clone())
+            cache[block, j % shape.block_size] = math.nan
+    return {**call, "cache": cache}, LocalLatents(torch.stack(rows), call["cu_nodes"])
+
+
+@both
+@pytest.mark.parametrize("name", ["ragged, empty trees", "empty prefix", "block of 64"])
+def test_tree_rows_outside_the_cache(attend: Any, name: str) -> None:
+    """Catches a read of the tree's slots, which nobody has written while a drafter grows."""
+    call = make_call(SHAPES[name], torch.float32)
+    expected, expected_lse = by_definition(call)
+    spoiled, local = without_trees(call, SHAPES[name])
+    out, lse = run(attend, spoiled, local=local)
+    assert_close(out, expected, TOLERANCES[torch.float32])
+    assert_close(lse, expected_lse, TOLERANCES[torch.float32])
+    assert attend(**arguments({**spoiled, "local": local})).dtype == torch.float32
+
+
+@both
+def test_queries_may_be_some_of_the_rows(attend: Any) -> None:
+    """Catches query rows taken for tree rows: a drafter asks for its newest level only."""
+    shape = Shape((20, 7), (12, 9))
+    call = make_call(shape, torch.float32)
+    expected, _ = by_definition(call)
+    spoiled, local = without_trees(call, shape)
+    last = torch.tensor([9, 10, 11, 12 + 7, 12 + 8], device=DEVICE)
+    asked = {name: spoiled[name][last] for name in ("query", "mask_words")}
+    asked["cu_nodes"] = torch.tensor([0, 3, 5], dtype=torch.int32, device=DEVICE)
+    out, _ = run(attend, {**spoiled, **asked, "max_nodes": 3}, local=local)
+    assert_close(out, expected[last.cpu()], TOLERANCES[torch.float32])
+
+
+@both
+def test_rows_beside_an_fp8_cache_are_not_scaled(attend: Any) -> None:
+    """Catches the cache's scale on rows that were never quantized."""
+    shape = Shape((40, 3), (6, 9))
+    call = make_call(shape, torch.float32)
+    factor = torch.tensor([0.25], device=DEVICE)
+    stored = (call["cache"] / factor).to(torch.float8_e4m3fn)
+    plain = {**call, "cache": (stored.double() * factor).float()}
+    _, local = without_trees(plain, shape)
+    given = {**call, "cache": stored, "local": local, "dequant": DequantScales(key=factor)}
+    assert_close(run(attend, given)[0], by_definition(plain)[0], 2 * TOLERANCES[torch.float32])
+
+
+@both
+def test_a_row_that_sees_nothing_gives_zero(attend: Any) -> None:
+    """Catches NaN of padded rows, which a captured graph carries along."""
+    call = make_call(Shape((0,), (4,)), torch.float32)
+    call["mask_words"][2:] = 0
+    out, lse = run(attend, call)
+    assert not out.isnan().any()
+    assert torch.equal(out[2:], torch.zeros_like(out[2:]))
+    assert bool((lse[2:] == -math.inf).all())
+
+
+@pytest.mark.parametrize("prefix_len", [0, 5, 32])
+def test_gathered_latents_of_one_request(prefix_len: int) -> None:
+    """Catches a prefix cut at a block's end, and a bfloat16 product where float32 is promised."""
+    shape = Shape((prefix_len,), (7,))
+    call = make_call(shape, torch.float32)
+    latents = gather_latents(call["cache"], call["block_table"][0], prefix_len + 7)
+    words = call["mask_words"][:, 0, None] >> torch.arange(7, device=DEVICE)
+    out = tree_attention_mla_gathered_ref(
+        call["query"], latents, (words & 1).bool(), call["scale"], shape.latent
+    )
+    assert_close(out, by_definition(call)[0], TOLERANCES[torch.float32])
+    half = [part.bfloat16() for part in (call["query"], latents)]
+    exact = tree_attention_mla_gathered_ref(
+        half[0].float(), half[1].float(), (words & 1).bool(), call["scale"], shape.latent
+    )
+    rounded = tree_attention_mla_gathered_ref(
+        *half, (words & 1).bool(), call["scale"], shape.latent
+    )
+    assert torch.equal(rounded, exact.bfloat16())
+
+
+def test_no_rows_is_no_launch() -> None:
+    """Catches a grid of size 0, which a GPU refuses."""
+    call = make_call(Shape((4,), (0,)), torch.float32)
+    assert tree_attention_mla(**arguments(call)).shape == (0, 2, 32)
+
+
 BROKEN = {
     "latent": ({"latent": 24}, "numbers of the latent: expected a power of two"),
     "rotated key": (
@@ -170,6 +272,14 @@ BROKEN = {
     "width": ({"cache": torch.zeros(4, 16, 40)}, "width of cache"),
     "value scale": ({"dequant": DequantScales(value=torch.ones(1))}, "value scale"),
     "words": ({"max_nodes": 40}, "mask words for 40 rows"),
+    "local width": (
+        {"local": LocalLatents(torch.zeros(4, 47), torch.zeros(2).int())},
+        "width of local rows",
+    ),
+    "local offsets": (
+        {"local": LocalLatents(torch.zeros(4, 48), torch.zeros(3).int())},
+        "local cu_rows",
+    ),
 }
 
 
@@ -179,4 +289,4 @@ def test_arguments_that_do_not_fit(changes: dict[str, Any], message: str) -> Non
     call = {**make_call(Shape((20,), (4,)), torch.float32), **changes}
     tensors = {name: part.to(DEVICE) for name, part in call.items() if torch.is_tensor(part)}
     with pytest.raises(ValueError, match=message):
-        tree_attention_mla(**{**call, **tensors})
+        tree_attention_mla(**arguments({**call, **tensors}))

@@ -20,7 +20,7 @@ from speculators_ext.engines.vllm.attention.packed_rows_gpu import (
 from speculators_ext.engines.vllm.trees.metadata import TREES, DraftLevel, pack_words
 from speculators_ext.kernels.packed_attention_ref import DequantScales
 from speculators_ext.kernels.tree_attention import tree_attention
-from speculators_ext.kernels.tree_attention_ref import LocalRows
+from speculators_ext.kernels.tree_attention_ref import LocalRows, TreeBatch
 
 if TYPE_CHECKING:
     from speculators_ext.engines.vllm.trees.metadata import Verification
@@ -108,9 +108,10 @@ class TreeGPUImpl(PackedRowsGPUImpl):
             dequant = DequantScales(query_scale, layer._k_scale.view(1), layer._v_scale.view(1))
         # vLLM keeps (window - 1, 0), or (-1, -1) where there is none.
         window = impl.sliding_window[0] + 1
+        trees = TreeBatch(
+            block_table, prefix_lens, cu_nodes, words, max_nodes, depths if window else None
+        )
         return tree_attention(
-            query, keys, values, block_table, prefix_lens, cu_nodes, words,
-            max_nodes=max_nodes, scale=impl.scale, soft_cap=impl.logits_soft_cap or 0.0,
-            sliding_window=window, depths=depths if window else None,
-            local=local, dequant=dequant,
+            query, keys, values, trees, scale=impl.scale, soft_cap=impl.logits_soft_cap or 0.0,
+            sliding_window=window, local=local, dequant=dequant,
         )  # fmt: skip
