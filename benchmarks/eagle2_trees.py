@@ -85,7 +85,7 @@ def watched(llm: Any) -> Timer:
     timer.watch(sampler, "accept_tree_ref", "accept")
     timer.watch(runner.model_state, "compact", "compact")
     timer.watch(runner.speculator, "_extend", "extend")
-    timer.watch(runner.speculator, "_grow", "grow")
+    timer.watch(runner.speculator, "grow", "grow")
     timer.watch(runner, "execute_model", "execute", step=True)
     return timer
 

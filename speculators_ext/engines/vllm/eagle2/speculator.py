@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 
-from speculators_ext.engines.vllm.heads.speculator import HeadSpeculator
+from speculators_ext.engines.vllm.heads.tree_speculator import TreeSpeculator
 from speculators_ext.engines.vllm.trees.devices import use_tree_backends
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def build_speculator(
     return Eagle2Speculator(vllm_config, device, req_states)
 
 
-class Eagle2Speculator(HeadSpeculator, EagleSpeculator):
+class Eagle2Speculator(TreeSpeculator, EagleSpeculator):
     """Drafts trees with an EAGLE head."""
 
     def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> Any:
