@@ -83,7 +83,7 @@ def _model_runner(versions: dict[str, str | None]) -> dict[str, Any]:
 
 def _hooks() -> list[dict[str, Any]]:
     try:
-        from speculators_ext.engines.vllm.hooks import probe
+        from speculators_ext.engines.vllm.expected import probe
 
         return [status._asdict() for status in probe()]
     except Exception as error:  # noqa: BLE001 - doctor reports what is broken, whatever it is

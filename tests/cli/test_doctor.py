@@ -11,7 +11,7 @@ from speculators_ext.cli import app
 from speculators_ext.cli.checkup import examine
 from speculators_ext.cli.cost import method_costs, read_target
 from speculators_ext.config import METHODS, Eagle2Config, parse_method_config
-from speculators_ext.engines.vllm import hooks
+from speculators_ext.engines.vllm import expected
 
 run = CliRunner().invoke
 LLAMA = {
@@ -47,7 +47,7 @@ def test_json_has_the_promised_shape(target):
     )
     assert {e["name"] for e in found["engines"]} == {"vllm", "sglang"}
     assert found["model_runner_v2"].keys() == {"runs", "reason"}
-    assert len(found["hooks"]) == len(hooks.HOOKS)
+    assert len(found["hooks"]) == len(expected.HOOKS)
     assert [m["name"] for m in found["methods"]] == list(METHODS)
     assert all(c.keys() == {"item", "formula", "bytes"} for c in found["methods"][0]["memory"])
     assert any("SPECULATORS_EXT_CPU_V2=0" in note for note in found["notes"])
@@ -71,7 +71,7 @@ def test_broken_engine_is_a_row(monkeypatch):
     def broken(root=None):
         raise OSError("libtorch_cpu.so: cannot open shared object file")
 
-    monkeypatch.setattr(hooks, "probe", broken)
+    monkeypatch.setattr(expected, "probe", broken)
     result = run(app, ["doctor", "--json"])
     assert result.exit_code == 1
     found = json.loads(result.stdout)

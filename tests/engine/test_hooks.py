@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from speculators_ext.config import METHODS, ConfigError
-from speculators_ext.engines.vllm import hooks, plugin
+from speculators_ext.engines.vllm import expected, plugin
 from speculators_ext.engines.vllm.source_probe import Expectation, engine_root, find_problem
 from speculators_ext.testing import SourcesUnavailable, wheel_sources
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 ADAPTER = Path(plugin.__file__).parent
 INSTALLED = engine_root("vllm")
-EXPECTATIONS = [expectation for hook in hooks.HOOKS for expectation in hook.expectations]
+EXPECTATIONS = [expectation for hook in expected.HOOKS for expectation in hook.expectations]
 pytestmark = pytest.mark.skipif(INSTALLED is None, reason="vLLM is not installed")
 
 # Methods of ours that vLLM calls: (our file, our method, vLLM's module, vLLM's method).
@@ -86,8 +86,8 @@ OVERRIDES = [
     ),
     ("heads/speculator.py", "HeadSpeculator.propose", _SPECULATOR, "BaseSpeculator.propose"),
     (
-        "heads/speculator.py",
-        "HeadSpeculator.set_attn",
+        "heads/tree_speculator.py",
+        "TreeSpeculator.set_attn",
         _SPECULATOR,
         "DraftModelSpeculator.set_attn",
     ),
@@ -205,7 +205,7 @@ def describe(expectation: Expectation) -> str:
 
 def test_every_hook_holds(root: Path) -> None:
     """Catches a release of vLLM that moved, renamed or re-shaped something a hook relies on."""
-    assert [status for status in hooks.probe(root) if not status.ok] == []
+    assert [status for status in expected.probe(root) if not status.ok] == []
 
 
 @pytest.mark.parametrize(("file", "ours", "module", "theirs"), OVERRIDES, ids=lambda v: v)
@@ -263,7 +263,9 @@ def test_a_missing_name_is_reported(expectation: Expectation, tmp_path: Path) ->
     last = expectation.name.rsplit(".", 1)[-1]
     root = doctored(INSTALLED, tmp_path, expectation.module, rf"\b{last}\b", f"{last}_gone")
     assert find_problem(expectation, root) == f"{expectation.module}.{expectation.name} is missing"
-    assert any(expectation.name in status.detail for status in hooks.probe(root) if not status.ok)
+    assert any(
+        expectation.name in status.detail for status in expected.probe(root) if not status.ok
+    )
 
 
 @pytest.mark.parametrize(
@@ -343,10 +345,10 @@ def test_register_never_raises(
 ) -> None:
     """Catches an exception out of a plugin, which would kill vLLM for everybody."""
 
-    def broken() -> list[hooks.HookStatus]:
+    def broken() -> list[expected.HookStatus]:
         raise RuntimeError("unforeseen")
 
-    monkeypatch.setattr(hooks, "probe", broken)
+    monkeypatch.setattr(expected, "probe", broken)
     plugin.register()
 
 
@@ -365,8 +367,8 @@ def test_a_vllm_without_a_hook_refuses_only_ours(
     unhooked_args: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Catches a half-hooked engine, and a package that breaks vLLM's own methods on such a vLLM."""
-    root = doctored(INSTALLED, tmp_path, hooks._RUNNER, r"\binit_speculator\b", "make_speculator")
-    monkeypatch.setattr(hooks, "engine_root", lambda _: root)
+    root = doctored(INSTALLED, tmp_path, expected.RUNNER, r"\binit_speculator\b", "make_speculator")
+    monkeypatch.setattr(expected, "engine_root", lambda _: root)
     plugin.register()
     with pytest.raises(ConfigError) as refusal:
         unhooked_args(speculative_config={"method": "clasp"}).create_speculative_config(None, None)
@@ -374,7 +376,7 @@ def test_a_vllm_without_a_hook_refuses_only_ours(
     assert "\n" not in message
     assert "'clasp' cannot run" in message
     assert "init_speculator is missing" in message
-    assert all(version in message for version in hooks.TESTED_VERSIONS)
+    assert all(version in message for version in expected.TESTED_VERSIONS)
     assert unhooked_args().create_speculative_config(None, None) is None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 
-from speculators_ext.engines.vllm import hooks
+from speculators_ext.engines.vllm import expected, hooks
 from speculators_ext.engines.vllm.log import logger
 
 __all__ = ["register"]
@@ -19,7 +19,7 @@ def register() -> None:
 
 
 def _register() -> None:
-    failed = [status for status in hooks.probe() if not status.ok]
+    failed = [status for status in expected.probe() if not status.ok]
     if failed:
         problem = _describe(failed)
         logger.error("speculators-ext stands aside: %s", problem)
@@ -35,10 +35,10 @@ def _speed_up_cpu_runner() -> None:
     install_overrides()
 
 
-def _describe(failed: list[hooks.HookStatus]) -> str:
+def _describe(failed: list[expected.HookStatus]) -> str:
     version = _vllm_version()
     details = "; ".join(f"hook '{status.name}': {status.detail}" for status in failed)
-    tested = ", ".join(hooks.TESTED_VERSIONS)
+    tested = ", ".join(expected.TESTED_VERSIONS)
     return f"vLLM {version} ({details}); tested with vLLM {tested}: install one of them"
 
 
