@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from speculators_ext.config import METHODS
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -91,6 +93,27 @@ PROPOSERS = ("speculators_ext.proposers", "speculators_ext.verification")
 def test_a_lower_layer_imports_no_upper_one(folder: str, banned: tuple[str, ...]) -> None:
     """Catches a kernel or proposer that reaches up, which would tie it to one engine."""
     assert offences(sources(folder), *banned) == []
+
+
+VLLM = "speculators_ext.engines.vllm"
+# Lowest first; the methods stand side by side on top.
+SHARED = ("attention", "trees", "heads")
+
+
+@pytest.mark.parametrize("folder", [*SHARED, *METHODS])
+def test_a_methods_folder_is_its_own(folder: str) -> None:
+    """Catches one method built on another, and shared code that knows the method above it."""
+    above = SHARED[SHARED.index(folder) + 1 :] if folder in SHARED else ()
+    others = [name for name in (*above, *METHODS) if name != folder]
+    paths = sources(f"speculators_ext/engines/vllm/{folder}")
+    assert offences(paths, *(f"{VLLM}.{name}" for name in others)) == []
+
+
+def test_the_hooks_know_no_method() -> None:
+    """Catches a method named in what all of them share: `methods.py` finds each by its name."""
+    paths = sorted((ROOT / "speculators_ext" / "engines" / "vllm").glob("*.py"))
+    assert paths
+    assert offences(paths, *(f"{VLLM}.{name}" for name in (*SHARED, *METHODS))) == []
 
 
 @pytest.mark.parametrize("engine", ENGINES)
