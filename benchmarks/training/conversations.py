@@ -41,10 +41,14 @@ class Batch(NamedTuple):
 
 
 class Conversations:
-    """The feature files of a folder, mapped, not read into memory."""
+    """The feature files of a folder, mapped, not read into memory.
 
-    def __init__(self, folder: Path) -> None:
-        self.shards = [load_file(path) for path in sorted(folder.glob("*.safetensors"))]
+    It holds the first `end` shards; epochs leave out those before `first`. What is kept back of
+    a shard does not depend on either.
+    """
+
+    def __init__(self, folder: Path, first: int = 0, end: int | None = None) -> None:
+        self.shards = [load_file(path) for path in sorted(folder.glob("*.safetensors"))[:end]]
         everything = [
             (shard, row)
             for shard, tensors in enumerate(self.shards)
@@ -52,7 +56,8 @@ class Conversations:
         ]
         self.kept_back = everything[::HELD_BACK]
         chosen = set(self.kept_back)
-        self.training = [one for one in everything if one not in chosen]
+        self.counted = [one for one in everything if one not in chosen]
+        self.training = [one for one in self.counted if one[0] >= first]
 
     def lengths(self, one: tuple[int, int]) -> tuple[int, int]:
         """Tokens of a conversation's prompt and of its answer."""
@@ -64,7 +69,7 @@ class Conversations:
     def token_counts(self, vocab_size: int) -> Tensor:
         """int64 [V]: how many answers hold each token. One that repeats itself counts once."""
         counts = torch.zeros(vocab_size, dtype=torch.int64)
-        for shard, row in self.training:
+        for shard, row in self.counted:
             tensors = self.shards[shard]
             start, end = tensors["starts"][row : row + 2].tolist()
             answer = tensors["tokens"][start + int(tensors["answers"][row]) : end]

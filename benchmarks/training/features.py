@@ -5,7 +5,7 @@ The text is packed: N tokens, S sequences. A file holds
 * ``tokens`` int32 [N], ``starts`` int64 [S + 1], ``answers`` int64 [S]: where an answer begins;
 * ``states`` bf16 [N, 3 * H]: the residual stream before the layers `AUX_LAYERS`, side by side;
 * ``final`` bf16 [N, H]: the normed last state, of which the embedding makes the logits;
-* ``log_sum_exp`` float32 [N] and ``top`` int32 [N] of those logits, whole vocabulary.
+* ``log_sum_exp`` float32 [N] and ``top`` int32 [N] of those logits, whole vocabulary; 0 in prompts.
 
     python benchmarks/training/features.py head_data/text head_data/features
 """
@@ -21,6 +21,7 @@ import typer
 from rich.console import Console
 from rich.progress import track
 from safetensors.torch import save_file
+from torch.nn import functional as F
 
 from speculators_ext.assets import build
 
@@ -43,8 +44,11 @@ class Target:
         self.model: Any = AutoModelForCausalLM.from_pretrained(build(TARGET), dtype=torch.bfloat16)
 
     @torch.inference_mode()
-    def features(self, sequences: list[list[int]]) -> list[dict[str, Tensor]]:
-        """One dict a sequence; padding stands behind, where no causal position sees it."""
+    def features(self, sequences: list[list[int]], begins: list[int]) -> list[dict[str, Tensor]]:
+        """One dict a sequence, whose answer begins at token `begins[i]`.
+
+        Padding stands behind, where no causal position sees it.
+        """
         width = max(map(len, sequences))
         ids = torch.zeros(len(sequences), width, dtype=torch.int64)
         for row, sequence in zip(ids, sequences, strict=True):
@@ -52,24 +56,30 @@ class Target:
         output = self.model.model(ids, output_hidden_states=True, use_cache=False)
         states = torch.cat([output.hidden_states[layer] for layer in AUX_LAYERS], dim=-1)
         found = []
-        for row, sequence in enumerate(sequences):
+        for row, (sequence, begin) in enumerate(zip(sequences, begins, strict=True)):
             final = output.last_hidden_state[row, : len(sequence)].contiguous()
-            log_sum_exp, top = self._read_logits(final)
+            log_sum_exp, top = self._read_logits(final[begin:])
             found.append(
                 {
                     "tokens": torch.tensor(sequence, dtype=torch.int32),
                     "states": states[row, : len(sequence)],
                     "final": final,
-                    "log_sum_exp": log_sum_exp,
-                    "top": top,
+                    "log_sum_exp": F.pad(log_sum_exp, (begin, 0)),
+                    "top": F.pad(top, (begin, 0)),
                 }
             )
         return found
 
     def _read_logits(self, final: Tensor) -> tuple[Tensor, Tensor]:
-        parts = [self.model.lm_head(rows).float() for rows in final.split(LOGIT_ROWS)]
-        sums = torch.cat([part.logsumexp(-1) for part in parts])
-        return sums, torch.cat([part.argmax(-1) for part in parts]).int()
+        """log sum exp = z_top - log p_top: fewer passes over the logits than a float32 copy's."""
+        sums, tops = [], []
+        for rows in final.split(LOGIT_ROWS):
+            logits = self.model.lm_head(rows)
+            highest, top = logits.max(-1)
+            share = logits.softmax(-1).gather(1, top[:, None])[:, 0]
+            sums.append(highest.float() - share.float().log())
+            tops.append(top.int())
+        return torch.cat(sums), torch.cat(tops)
 
 
 def batches(lengths: list[int]) -> list[list[int]]:
@@ -87,15 +97,16 @@ def write_shard(target: Target, source: Path, path: Path) -> int:
     records = [json.loads(line) for line in source.read_text().splitlines()]
     records = [record for record in records if record["answer"]]
     sequences = [record["prompt"] + record["answer"] for record in records]
+    begins = [len(record["prompt"]) for record in records]
     found: list[dict[str, Tensor]] = [{}] * len(sequences)
     for group in track(batches([len(s) for s in sequences]), source.stem, console=console):
-        results = target.features([sequences[i] for i in group])
+        results = target.features([sequences[i] for i in group], [begins[i] for i in group])
         for index, result in zip(group, results, strict=True):
             found[index] = result
     lengths = torch.tensor([len(sequence) for sequence in sequences])
     tensors = {key: torch.cat([one[key] for one in found]) for key in found[0]}
     tensors["starts"] = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
-    tensors["answers"] = torch.tensor([len(record["prompt"]) for record in records])
+    tensors["answers"] = torch.tensor(begins)
     fresh = path.with_suffix(".part")
     save_file(tensors, fresh)
     fresh.rename(path)

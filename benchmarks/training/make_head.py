@@ -1,6 +1,8 @@
-"""Makes the head from nothing: text, features, training, acceptance. Each stage can be resumed.
+"""Makes the head from nothing: text, features, training in two rounds, acceptance.
 
-python benchmarks/training/make_head.py head_data
+Each stage keeps what is there, so that a second call goes on where the first one stopped.
+
+    python benchmarks/training/make_head.py head_data
 """
 
 from __future__ import annotations
@@ -26,15 +28,25 @@ def stage(script: str, *arguments: object) -> None:
 
 def main(
     folder: Annotated[Path, typer.Argument(help="where everything goes, some gigabytes")],
-    shards: Annotated[int, typer.Option(help="shards of about 130,000 tokens")] = 4,
-    steps: Annotated[int, typer.Option(help="updates")] = 4300,
+    shards: Annotated[int, typer.Option(help="shards of about 130,000 tokens, in all")] = 9,
+    first_shards: Annotated[int, typer.Option(help="shards of the first round")] = 4,
+    steps: Annotated[int, typer.Option(help="updates of the first round")] = 4300,
+    more_steps: Annotated[int, typer.Option(help="updates of the second round")] = 2500,
+    size: Annotated[int, typer.Option(help="conversations a shard")] = 500,
+    max_answer: Annotated[int, typer.Option(help="tokens an answer, at most")] = 320,
+    num_prompts: Annotated[int, typer.Option(help="held-out prompts to measure")] = 48,
 ) -> None:
-    """Generate, train and measure; what is there already is kept."""
-    stage("generate_text.py", folder / "text", "--shards", shards)
-    stage("features.py", folder / "text", folder / "features")
-    stage("train_eagle3.py", folder / "features", folder / "run", "--steps", steps)
-    head = folder / "run" / "smollm2-eagle3"
-    stage("acceptance.py", head, "--json", folder / "acceptance.json")
+    """Generate, train and measure; the second round is about the shards new to it."""
+    text, features, first, second = (folder / n for n in ("text", "features", "first", "second"))
+    kinds = ("--shards", shards, "--varied", first_shards + 1)
+    stage("generate_text.py", text, *kinds, "--size", size, "--max-answer", max_answer)
+    stage("features.py", text, features)
+    train = ("train_eagle3.py", features)
+    stage(*train, first, "--end-shard", first_shards, "--steps", steps)
+    build_on = ("--start", first / "checkpoint.safetensors", "--first-shard", first_shards)
+    stage(*train, second, *build_on, "--steps", more_steps, "--rate", 6e-4)
+    measure = ("--num-prompts", num_prompts, "--json", folder / "acceptance.json")
+    stage("acceptance.py", second / "smollm2-eagle3", *measure)
 
 
 if __name__ == "__main__":

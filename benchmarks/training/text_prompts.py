@@ -74,6 +74,12 @@ The sides of a rectangle are {a} cm and {b} cm. Find its area and perimeter.
 Write the first ten multiples of {b} and add them up.
 """.strip().splitlines()
 LANGUAGES = ("French", "Spanish", "German", "Italian", "Portuguese")
+PACKAGES = (  # of the standard library, for the later shards
+    *("asyncio", "collections", "concurrent/futures", "ctypes", "curses", "distutils", "email"),
+    *("html", "http", "idlelib", "importlib", "json", "lib2to3", "logging", "multiprocessing"),
+    *("re", "sqlite3", "tkinter", "unittest", "urllib", "wsgiref", "xml/dom", "xml/etree"),
+    *("xml/sax", "xmlrpc", "zoneinfo"),
+)
 CODE_REQUESTS = (
     *("Finish this function:\n\n{head}", "Write the body of this function.\n\n{head}", "{head}"),
     "Implement the following in Python:\n\n```python\n{head}```",
@@ -92,9 +98,9 @@ def template_prompt(rng: random.Random) -> str:
     return rng.choice(REQUESTS).format(*rng.sample(SUBJECTS, 2))
 
 
-def code_prompts(rng: random.Random) -> Iterator[str]:
+def code_prompts(rng: random.Random, folders: tuple[str, ...] = ("",)) -> Iterator[str]:
     """Requests about functions of the standard library, in a random order, each function once."""
-    functions = sorted(set(_library_functions()))
+    functions = sorted(set(_library_functions(folders)))
     rng.shuffle(functions)
     for name, head, source, doc in functions:
         language = rng.choice(LANGUAGES)
@@ -103,9 +109,10 @@ def code_prompts(rng: random.Random) -> Iterator[str]:
         )
 
 
-def _library_functions() -> Iterator[tuple[str, str, str, str]]:
+def _library_functions(folders: tuple[str, ...]) -> Iterator[tuple[str, str, str, str]]:
     """(name, signature with docstring, whole source, docstring) of short documented functions."""
-    for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
+    root = Path(sysconfig.get_paths()["stdlib"])
+    for path in sorted(path for folder in folders for path in (root / folder).glob("*.py")):
         text = path.read_text(encoding="utf-8", errors="ignore")
         lines = text.splitlines(keepends=True)
         for node in ast.walk(ast.parse(text)):

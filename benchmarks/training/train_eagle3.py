@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 DECAY = 0.8  # of the loss, a step
 TOP_SHARE = 0.5  # of the target's top token in what the head learns
 BETAS, CLIP = (0.9, 0.95), 1.0
-FIRST_ALONE = 0.25  # share of the updates that train the first step only, at a third of the cost
+FIRST_ALONE = 0.25  # share of a new head's updates that train the first step only, for a third
 HEAD_RATE = 0.3  # of the learning rate, for the rows that start as the target's embedding
 console = Console(soft_wrap=True)
 
@@ -74,11 +74,31 @@ def new_head(target: Any, data: Conversations, draft_vocab: int) -> Eagle3Head:
     return head
 
 
-class Trainer:
-    """The head, its optimiser and what both need to go on after an interruption."""
+def build_on(head: Eagle3Head, checkpoint: Path) -> None:
+    """Takes over the weights of an earlier run, whose vocabulary may differ.
 
-    def __init__(self, head: Eagle3Head, rate: float, steps: int, unroll: int) -> None:
+    A token new to the vocabulary gets its embedding plus what the others' rows moved on average.
+    """
+    with safe_open(checkpoint, framework="pt") as file:
+        old = {k[5:]: file.get_tensor(k) for k in file.keys() if k.startswith("head.")}  # noqa: SIM118
+    ids, rows = old.pop("draft_ids"), old["lm_head.weight"]
+    row_of = torch.full((len(head.embedding),), -1).index_put((ids,), torch.arange(len(ids)))
+    row = row_of[head.draft_ids][:, None]
+    moved = (rows - head.embedding[ids].float()).mean(0)
+    fresh = head.embedding[head.draft_ids].float() + moved
+    old["lm_head.weight"] = torch.where(row >= 0, rows[row[:, 0].clamp(min=0)], fresh)
+    head.load_state_dict(old | {"draft_ids": head.draft_ids})
+
+
+class Trainer:
+    """The head, its optimiser and what both need to go on after an interruption.
+
+    The first `alone` updates unroll one step: the others build on it.
+    """
+
+    def __init__(self, head: Eagle3Head, rate: float, steps: int, unroll: int, alone: int) -> None:
         self.head, self.rate, self.steps, self.unroll = head, rate, steps, unroll
+        self.alone = alone
         slow = list(head.lm_head.parameters())
         fast = [p for name, p in head.named_parameters() if not name.startswith("lm_head")]
         self.optimizer = torch.optim.AdamW(
@@ -116,10 +136,6 @@ class Trainer:
         column = torch.arange(batch.final.shape[1])
         return (column + step < batch.lengths[:, None] - 1).flatten().nonzero()[:, 0]
 
-    def depth(self) -> int:
-        """How many steps this update unrolls: one at first, since the others build on it."""
-        return 1 if self.done < FIRST_ALONE * self.steps else self.unroll
-
     def unrolled(self, batch: Batch, depth: int) -> Iterator[tuple[int, Tensor, Tensor]]:
         """(step, rows of the targets in [B * A], normed features of the drafts) of each step."""
         features = self.head.unroll(batch.tokens, batch.states, batch.padding, batch.first, depth)
@@ -134,7 +150,8 @@ class Trainer:
         q, top, mass = self.wanted(batch)
         total = torch.zeros(())
         count = len(self.rows(batch, 0))
-        for step, wanted, x in self.unrolled(batch, self.depth()):
+        depth = 1 if self.done < self.alone else self.unroll
+        for step, wanted, x in self.unrolled(batch, depth):
             total = total + SoftCrossEntropy.apply(
                 x,
                 self.head.lm_head.weight,
@@ -209,15 +226,21 @@ def main(
     draft_vocab: Annotated[int, typer.Option(help="tokens the head can draft")] = 8192,
     every: Annotated[int, typer.Option(help="updates between two checkpoints")] = 100,
     seed: Annotated[int, typer.Option(help="order of the data and first weights")] = 0,
+    start: Annotated[Path | None, typer.Option(help="checkpoint of a run to build on")] = None,
+    first_shard: Annotated[int, typer.Option(help="the first shard to train on")] = 0,
+    end_shard: Annotated[int | None, typer.Option(help="the shard to stop before")] = None,
 ) -> None:
     """Train, or go on with the training in the folder."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(seed)
     folder.mkdir(parents=True, exist_ok=True)
-    data = Conversations(features)
+    data = Conversations(features, first_shard, end_shard)
     target: Any = AutoModelForCausalLM.from_pretrained(build(TARGET), dtype=torch.bfloat16)
-    trainer = Trainer(new_head(target, data, draft_vocab), rate, steps, unroll)
+    head = new_head(target, data, draft_vocab)
+    if start:
+        build_on(head, start)
+    trainer = Trainer(head, rate, steps, unroll, 0 if start else int(FIRST_ALONE * steps))
     checkpoint = folder / "checkpoint.safetensors"
     if checkpoint.exists():
         trainer.load(checkpoint)

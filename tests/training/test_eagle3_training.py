@@ -8,10 +8,20 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch.nn import functional as F
 
 SCRIPTS = Path(__file__).parents[2] / "benchmarks" / "training"
 STEPS, FIRST = 3, 4
+CONFIG = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_theta": 10000.0},
+}
 
 
 @pytest.fixture(scope="module")
@@ -25,15 +35,7 @@ def scripts():
 @pytest.fixture(scope="module")
 def head(scripts):
     torch.manual_seed(0)
-    config = SimpleNamespace(
-        hidden_size=32,
-        intermediate_size=48,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        rms_norm_eps=1e-5,
-        rope_parameters={"rope_theta": 10000.0},
-    )
+    config = SimpleNamespace(**CONFIG)
     embedding = torch.randn(64, 32, dtype=torch.bfloat16)
     return scripts.Eagle3Head(config, embedding, torch.arange(0, 64, 2), torch.ones(96))
 
@@ -101,3 +103,41 @@ def test_the_loss_has_the_gradient_of_a_soft_cross_entropy(scripts):
     torch.testing.assert_close(got, plain, atol=0.05, rtol=0.02)
     for one, other in zip(grads, wanted, strict=True):
         torch.testing.assert_close(one.float(), other.float(), atol=0.03, rtol=0.05)
+
+
+def test_a_run_that_builds_on_another_keeps_the_rows_of_common_tokens(scripts, tmp_path):
+    """Catches rows of `lm_head` that go to other tokens when the vocabulary changes."""
+    torch.manual_seed(3)
+    config = SimpleNamespace(**CONFIG)
+    embedding = torch.randn(64, 32, dtype=torch.bfloat16)
+    old_ids, new_ids = torch.arange(0, 32, 2), torch.arange(0, 48, 3)
+    old = scripts.Eagle3Head(config, embedding, old_ids, torch.rand(96))
+    new = scripts.Eagle3Head(config, embedding, new_ids, torch.ones(96))
+    with torch.no_grad():
+        old.lm_head.weight.copy_(embedding[old_ids].float() + 0.5)
+        old.lm_head.weight[0] += 1.0  # token 0's own
+    path = tmp_path / "checkpoint.safetensors"
+    save_file({f"head.{key}": value for key, value in old.state_dict().items()}, path)
+    __import__("train_eagle3").build_on(new, path)
+    rows = dict(zip(new_ids.tolist(), new.lm_head.weight.detach(), strict=True))
+    torch.testing.assert_close(rows[0], embedding[0].float() + 1.5)
+    torch.testing.assert_close(rows[6], embedding[6].float() + 0.5)
+    torch.testing.assert_close(rows[9], embedding[9].float() + 0.5 + 1.0 / len(old_ids))
+    assert torch.equal(new.draft_ids, new_ids)
+    assert torch.equal(new.scale, old.scale)
+    assert torch.equal(new.fc.weight, old.fc.weight)
+
+
+def test_what_is_kept_back_does_not_depend_on_the_shards_trained_on(scripts, tmp_path):
+    """Catches a later run that trains on what an earlier one was validated with."""
+    for shard in range(3):
+        lengths = torch.full((60,), 4)
+        tokens = {"tokens": torch.arange(240, dtype=torch.int32), "answers": lengths // 2}
+        tokens["starts"] = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+        save_file(tokens, tmp_path / f"{shard:03d}.safetensors")
+    conversations = __import__("conversations").Conversations
+    first, second = conversations(tmp_path, end=2), conversations(tmp_path, first=2)
+    assert set(first.kept_back) < set(second.kept_back)
+    assert not set(first.training) & set(second.training)
+    assert {shard for shard, _ in second.training} == {2}
+    assert second.token_counts(256).sum() == 2 * (180 - len(second.kept_back))
