@@ -67,20 +67,18 @@ def replace_growth(monkeypatch: Any, engine: Any, answers: dict[Any, list[int]],
     ``answers`` maps a prompt's ids to prompt and plain continuation.
     """
 
-    def grow(
-        self: Any, batch: Any, rows: Any, lengths: Any, hidden: Any, features: Any, roots: Any,
-        max_drafts: Any, depths: Any, plan: Any,
-    ) -> list[DraftTree]:  # fmt: skip
+    def grow(self: Any, batch: Any, roots: Any, plan: Any) -> list[DraftTree]:
         trees = []
-        for index, row in enumerate(rows):
+        for index, row in enumerate(roots.rows):
             states, slot = self._req_states, int(batch.idx_mapping_np[row])
             length = int(states.prompt_len.np[slot])
             prompt = tuple(states.all_token_ids.gpu[slot, :length].tolist())
-            truth = answers.get(prompt, [])[lengths[index] + 1 :]
-            trees.append(make(truth, int(roots[index]), max_drafts[index] + 1, depths[index]))
+            truth = answers.get(prompt, [])[roots.lengths[index] + 1 :]
+            root, num_rows = int(roots.tokens[index]), roots.max_drafts[index] + 1
+            trees.append(make(truth, root, num_rows, roots.max_levels[index]))
         return trees
 
-    monkeypatch.setattr(type(engine.speculator), "_grow", grow)
+    monkeypatch.setattr(type(engine.speculator), "grow", grow)
 
 
 def watch_paths(monkeypatch: Any, engine: Any) -> list[list[int]]:
