@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from speculators_ext.config import METHODS, ConfigError
+from speculators_ext.engines.source_probe import Expectation, engine_root, find_problem
 from speculators_ext.engines.vllm import expected, plugin
-from speculators_ext.engines.vllm.source_probe import Expectation, engine_root, find_problem
 from speculators_ext.testing import SourcesUnavailable, wheel_sources
 
 if TYPE_CHECKING:

@@ -81,6 +81,7 @@ def _on(host: str) -> str:
     return (
         f"""
 import pathlib
+from speculators_ext.engines import devices
 from speculators_ext.engines.vllm.cpu import host
 {host}
 """
@@ -91,9 +92,9 @@ from speculators_ext.engines.vllm.cpu import host
 @pytest.mark.parametrize(
     ("host", "word"),
     [
-        ("host._NVIDIA_GLOBS = (('/dev', 'nul[l]'),)", "NVIDIA"),
-        ("host._NVIDIA_WSL_DRIVER = pathlib.Path('/dev/null')", "NVIDIA"),
-        ("host._AMD_COMPUTE_NODE = pathlib.Path('/dev/null')", "AMD"),
+        ("devices._NVIDIA_GLOBS = (('/dev', 'nul[l]'),)", "NVIDIA"),
+        ("devices._NVIDIA_WSL_DRIVER = pathlib.Path('/dev/null')", "NVIDIA"),
+        ("devices._AMD_COMPUTE_NODE = pathlib.Path('/dev/null')", "AMD"),
         ("host.version = lambda name: {'vllm': '0.32.0'}[name]", "not a CPU build"),
     ],
     ids=["nvidia", "nvidia-wsl", "amd", "gpu-build"],

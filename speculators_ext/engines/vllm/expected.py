@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from speculators_ext.engines.vllm.source_probe import Expectation, engine_root, find_problem
+from speculators_ext.engines.source_probe import Expectation, engine_root, find_problem
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionType
 
+from speculators_ext.engines.source_probe import Expectation, engine_root, find_problem
 from speculators_ext.engines.vllm.attention.packed_rows import (
     PackedRows,
     PackedRowsImpl,
     replace_backends,
 )
 from speculators_ext.engines.vllm.log import logger
-from speculators_ext.engines.vllm.source_probe import Expectation, engine_root, find_problem
 from speculators_ext.kernels.packed_attention import packed_attention
 from speculators_ext.kernels.packed_attention_ref import DequantScales
 

@@ -5,18 +5,13 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, version
-from pathlib import Path
+
+from speculators_ext.engines.devices import find_gpu
 
 SWITCH = "SPECULATORS_EXT_CPU_V2"
 # A value of the switch that leaves vLLM's kernels as they are, to measure and test against.
 INTERPRETED = "interpreted"
 BACKEND_MODULE = "speculators_ext.engines.vllm.cpu.triton_backend"
-
-# Device nodes and driver folders that exist only where a GPU's kernel driver is loaded. Asking
-# torch or a vendor library instead would import them from inside Triton's own import.
-_NVIDIA_GLOBS = (("/proc/driver/nvidia/gpus", "*"), ("/dev", "nvidia[0-9]*"))
-_NVIDIA_WSL_DRIVER = Path("/usr/lib/wsl/lib/libcuda.so.1")
-_AMD_COMPUTE_NODE = Path("/dev/kfd")
 
 
 @dataclass(frozen=True)
@@ -82,13 +77,8 @@ def _rival_reason() -> str | None:
 
 
 def _gpu_reason() -> str | None:
-    if any(any(Path(folder).glob(pattern)) for folder, pattern in _NVIDIA_GLOBS):
-        return "an NVIDIA GPU is there, so Triton is left alone"
-    if _NVIDIA_WSL_DRIVER.exists():
-        return "an NVIDIA GPU driver (WSL) is there, so Triton is left alone"
-    if _AMD_COMPUTE_NODE.exists():
-        return "an AMD GPU is there, so Triton is left alone"
-    return None
+    gpu = find_gpu()
+    return None if gpu is None else f"{gpu} is there, so Triton is left alone"
 
 
 def _not_offered() -> str | None:

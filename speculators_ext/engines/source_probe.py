@@ -1,7 +1,7 @@
 """Check, by reading source, that an engine still has what our hooks rely on.
 
-Reading instead of importing keeps `register()` and `doctor` cheap, keeps vLLM's import order its
-own, and lets a test check a version that is not installed from its wheel's sources alone.
+Reading instead of importing keeps `register()` and `doctor` cheap, keeps an engine's import order
+its own, and lets a test check a version that is not installed from its wheel's sources alone.
 """
 
 from __future__ import annotations
