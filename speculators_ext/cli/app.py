@@ -11,6 +11,7 @@ from speculators_ext.cli.assets import assets
 from speculators_ext.cli.bench import serve
 from speculators_ext.cli.demo import demo
 from speculators_ext.cli.doctor import doctor
+from speculators_ext.cli.sglang_env import sglang_cpu_env
 
 app = typer.Typer(
     name="speculators-ext",
@@ -29,6 +30,7 @@ bench = typer.Typer(
 app.command()(assets)
 app.command()(doctor)
 app.command()(demo)
+app.command()(sglang_cpu_env)
 bench.command()(serve)
 app.add_typer(bench, name="bench")
 

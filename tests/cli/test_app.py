@@ -30,7 +30,9 @@ def test_version():
     assert __version__ in result.output
 
 
-@pytest.mark.parametrize("command", [["assets"], ["doctor"], ["demo"], ["bench", "serve"]])
+@pytest.mark.parametrize(
+    "command", [["assets"], ["doctor"], ["demo"], ["bench", "serve"], ["sglang-cpu-env"]]
+)
 def test_every_command_has_help(command):
     """Catches a command that typer cannot build, or one without a word of help."""
     result = run(app, [*command, "--help"])

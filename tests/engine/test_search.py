@@ -47,9 +47,9 @@ class Probe:
         self._engine = engine
         self._search = engine.speculator._search
         self._solve = skip_search.solve
-        self._run = self._search.search
+        self._run = self._search.search_rows
         monkeypatch.setattr(skip_search, "solve", self._watched_solve)
-        monkeypatch.setattr(self._search, "search", self._watched_search)
+        monkeypatch.setattr(self._search, "search_rows", self._watched_search)
 
     def _watched_solve(self, stack: Any, *args: Any, **kwargs: Any) -> Any:
         rows: dict[int, torch.Tensor] = {}

@@ -1,4 +1,4 @@
-"""Keeps the skip sets in use and searches new ones with the target's own layers."""
+"""Searches skip sets with the target's own layers."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from vllm.forward_context import set_forward_context
 from speculators_ext.engines.vllm.attention.packed_rows import PackedRows
 from speculators_ext.engines.vllm.ranks import decided_on_rank_0
 from speculators_ext.proposers.clasp import best_set, solve
-from speculators_ext.proposers.skip_sets import evenly_spread, plan_skips
+from speculators_ext.proposers.skip_search import SkipSets
+from speculators_ext.proposers.skip_sets import plan_skips
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     import torch
     from vllm.config import VllmConfig
@@ -65,11 +66,8 @@ class _PackedStack:
         return packed.view(num_rows, width, hidden_size)
 
 
-class SkipSearch:
-    """Skip sets by request, refreshed every ``refresh_interval`` verifications.
-
-    With ``grouping="batch"`` one set serves the whole batch; with ``"per_request"`` each request
-    has its own. A set is dropped when no request it was found for is left in the batch.
+class SkipSearch(SkipSets):
+    """The skip sets in use, searched with vLLM's layers.
 
     Args:
         walk: the target's layers.
@@ -82,67 +80,25 @@ class SkipSearch:
     def __init__(
         self, walk: LayerWalk, config: ClaspConfig, vllm_config: VllmConfig, *, can_pack: bool
     ) -> None:
+        plan = plan_skips(config, walk.num_units // config.num_units(1))
+        super().__init__(config, plan, can_search=can_pack)
+        self.lacks_packing = plan.searched and not can_pack
         self._walk = walk
-        self._config = config
         self._vllm_config = vllm_config
-        num_layers = walk.num_units // config.num_units(1)
-        self._plan = plan_skips(config, num_layers)
-        self._even = evenly_spread(walk.num_units, self._plan.num_skip, self._plan.pinned)
-        self.searches = self._plan.searched and can_pack
-        self.lacks_packing = self._plan.searched and not can_pack
-        self._sets: dict[str, SkipSet] = {}
-        self._age = 0
 
-    def due(self, req_ids: Sequence[str]) -> bool:
-        """Whether this round should search: nothing known for these requests, or sets too old."""
-        if not self.searches:
-            return False
-        known = [req_id in self._sets for req_id in req_ids]
-        enough = all(known) if self._config.grouping == "per_request" else any(known)
-        return not enough or self._age >= self._config.refresh_interval
-
-    def count_round(self) -> None:
-        """One more verification has passed since the last search, drafted or not."""
-        self._age += 1
-
-    def forget_absent(self, is_present: Callable[[str], bool]) -> None:
-        """Drop the sets of requests that ended, were aborted or were preempted."""
-        for req_id in [r for r in self._sets if not is_present(r)]:
-            del self._sets[req_id]
-
-    def groups(self, req_ids: Sequence[str]) -> list[tuple[tuple[int, ...], list[int]]]:
-        """The units to *keep* and the rows (indices into ``req_ids``) that draft with them."""
-        by_set: dict[SkipSet, list[int]] = {}
-        for row, req_id in enumerate(req_ids):
-            by_set.setdefault(self._set_of(req_id), []).append(row)
-        return [(self._kept(skipped), rows) for skipped, rows in by_set.items()]
-
-    def _set_of(self, req_id: str) -> SkipSet:
-        if self._config.grouping == "batch" and self._sets:
-            return next(iter(self._sets.values()))
-        return self._sets.get(req_id, self._plan.initial)
-
-    def _kept(self, skipped: SkipSet) -> tuple[int, ...]:
-        out = frozenset(skipped)
-        return tuple(unit for unit in range(self._walk.num_units) if unit not in out)
-
-    def search(self, rows: SearchRows, req_ids: Sequence[str]) -> None:
+    def search_rows(self, rows: SearchRows, req_ids: Sequence[str]) -> None:
         """Find a set for ``req_ids``: together, or one for each in ``per_request`` grouping.
 
         Together, ``rows`` may be those of some of the requests only.
         """
-        self._age = 0
-        if self._config.grouping == "batch":
-            found = self._solve(rows, self._set_of(rows.req_ids[0]))
-            self._sets = dict.fromkeys(req_ids, found)
-            return
-        for req_id in dict.fromkeys(rows.req_ids):
-            own = [row for row, name in enumerate(rows.req_ids) if name == req_id]
-            self._sets[req_id] = self._solve(rows.select(own), self._set_of(req_id))
 
-    def _solve(self, rows: SearchRows, previous: SkipSet) -> SkipSet:
-        """One dynamic program; never worse on these rows than the previous or the even set."""
-        candidates = tuple(dict.fromkeys((self._even, previous)))
+        def best(own: list[int], candidates: tuple[SkipSet, ...]) -> SkipSet:
+            return self._solve(rows.select(own), candidates)
+
+        self.search(req_ids, rows.req_ids, best)
+
+    def _solve(self, rows: SearchRows, candidates: tuple[SkipSet, ...]) -> SkipSet:
+        """One dynamic program; never worse on these rows than a candidate."""
         positions = rows.positions
         prefix_lens = positions.tolist() if positions.device.type == "cpu" else []
         metadata = {

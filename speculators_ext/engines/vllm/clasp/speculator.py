@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 
 __all__ = ["ClaspSpeculator", "build_speculator"]
 
-MAX_SEARCH_ROWS = 4
-
 
 def build_speculator(
     vllm_config: VllmConfig, device: torch.device, req_states: RequestState
@@ -198,7 +196,7 @@ class ClaspSpeculator(LayerSkippingSpeculator):
             return
         with self._clock.searching():
             looked_at = self._search_rows(input_batch, rows, tokens, positions)
-            self._search.search(looked_at, names)
+            self._search.search_rows(looked_at, names)
 
     def _search_rows(
         self,
@@ -207,15 +205,8 @@ class ClaspSpeculator(LayerSkippingSpeculator):
         tokens: torch.Tensor,
         positions: torch.Tensor,
     ) -> SearchRows:
-        """The newest tokens of ``rows``: the bonus token, which has no KV yet, and those before.
-
-        A set for the whole batch looks at a few of its requests: each row costs as many packed
-        rows a layer as there are skips, which at 16 requests would be tens of plain steps.
-        """
-        window = self._options.search_window
-        if self._options.grouping == "batch":
-            rows = rows[:: -(-len(rows) // MAX_SEARCH_ROWS)]
-            window = max(1, min(window, MAX_SEARCH_ROWS // len(rows)))
+        """The newest tokens of ``rows``: the bonus token, which has no KV yet, and those before."""
+        rows, window = self._search.looked_at(rows)
         back = torch.arange(window, device=self.device)
         at = positions[rows].unsqueeze(1) - back  # [rows, search_window]
         slots = input_batch.idx_mapping[rows].unsqueeze(1).expand_as(at)

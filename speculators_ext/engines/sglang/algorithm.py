@@ -1,0 +1,75 @@
+"""Our algorithms, as SGLang's registry of speculative algorithms holds them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+from sglang.srt.speculative.spec_registry import CustomSpecAlgo
+
+from speculators_ext.engines.sglang.requested import prepare_clasp
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["is_ours", "register_algorithms"]
+
+
+class ExtAlgorithm(CustomSpecAlgo):
+    """A chain drafted and verified on the target's own KV pool."""
+
+    def has_draft_kv(self) -> bool:
+        """Drafts write the slots their verification writes again, and no others."""
+        return False
+
+    def handle_server_args(self, server_args: Any) -> None:
+        """Check the arguments and fill in what the user left open."""
+        prepare_clasp(server_args)
+
+
+def _carries_draft_hidden_states(self: ExtAlgorithm) -> bool:
+    """Whether hidden states travel with a prefill sent to another server: none do."""
+    return False
+
+
+def _need_topk(self: ExtAlgorithm) -> bool:
+    """Whether top-k drafts are relayed from round to round: only the bonus token is."""
+    return False
+
+
+def _create_future_map(
+    self: ExtAlgorithm,
+    device: torch.device,
+    req_to_token_pool: Any,
+    needs_cpu_seq_lens: bool = True,
+    needs_confidence_relay: bool = False,
+) -> Any:
+    """What carries the bonus tokens to the next round: SGLang's own."""
+    from sglang.srt.managers.overlap_utils import FutureMap
+
+    return FutureMap(device, self, req_to_token_pool, needs_cpu_seq_lens, needs_confidence_relay)
+
+
+# The scheduler calls these on every algorithm, but 0.5.23's base class lacks them.
+for _name, _method in (
+    ("carries_draft_hidden_states", _carries_draft_hidden_states),
+    ("create_future_map", _create_future_map),
+    ("need_topk", _need_topk),
+):
+    if not hasattr(ExtAlgorithm, _name):
+        setattr(ExtAlgorithm, _name, _method)
+
+
+def is_ours(algorithm: Any) -> bool:
+    """Whether this is one of our algorithms."""
+    return isinstance(algorithm, ExtAlgorithm)
+
+
+def register_algorithms() -> None:
+    """Make ``--speculative-algorithm CLASP`` known."""
+
+    @SpeculativeAlgorithm.register("CLASP", supports_overlap=True, spec_class=ExtAlgorithm)
+    def _clasp(server_args: Any) -> type:
+        from speculators_ext.engines.sglang.clasp.worker import ClaspWorker
+
+        return ClaspWorker

@@ -1,0 +1,99 @@
+"""Drafting with the target's own layers, on its own KV pool."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+
+from speculators_ext.engines.sglang.attention import PackedRowsBackend
+from speculators_ext.proposers.clasp import best_set, solve
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from speculators_ext.engines.sglang.clasp.target_layers import TargetLayers
+    from speculators_ext.proposers.skip_sets import SkipPlan, SkipSet
+
+__all__ = ["decode_batch", "draft_logits", "search_set"]
+
+
+def decode_batch(
+    batch: Any, runner: Any, rows: list[int], tokens: list[int], positions: list[int]
+) -> ForwardBatch:
+    """A plain decode step of some of a batch's requests.
+
+    Args:
+        batch: SGLang's ``ScheduleBatch``; not changed.
+        runner: the target's ``ModelRunner``.
+        rows: which of its requests, ascending.
+        tokens: the id each feeds in.
+        positions: where; the slot of that position is written.
+    """
+    step = copy.copy(batch)
+    at = torch.tensor(positions)
+    step.forward_mode = ForwardMode.DECODE
+    step.reqs = [batch.reqs[row] for row in rows]
+    step.req_pool_indices = batch.req_pool_indices[rows]
+    step.input_ids = torch.tensor(tokens)
+    step.seq_lens = step.seq_lens_cpu = step.orig_seq_lens = at + 1
+    step.seq_lens_sum = int(step.seq_lens.sum())
+    table = batch.req_to_token_pool.req_to_token
+    step.out_cache_loc = table[step.req_pool_indices.long(), at].to(torch.int64)
+    step.spec_info = step.sampling_info = None
+    step.return_logprob = False
+    return ForwardBatch.init_new(step, runner, return_hidden_states_before_norm=False)
+
+
+def draft_logits(
+    layers: TargetLayers, runner: Any, kept: tuple[int, ...], step: ForwardBatch
+) -> torch.Tensor:
+    """One draft step through the layers ``kept``: [n, V]."""
+    with layers.only(kept):
+        return runner.forward(step).logits_output.next_token_logits
+
+
+class _PackedStack:
+    """The target's layers as the search calls them: [R, W, H] in one packed call."""
+
+    def __init__(self, layers: TargetLayers, positions: torch.Tensor, step: ForwardBatch) -> None:
+        self.num_units = layers.num_layers
+        self._layers = layers
+        self._positions = positions
+        self._step = step
+
+    def apply(self, unit: int, states: torch.Tensor) -> torch.Tensor:
+        num_rows, width, hidden_size = states.shape
+        positions = self._positions.repeat_interleave(width)
+        packed = states.reshape(num_rows * width, hidden_size)
+        packed = self._layers.apply(unit, positions, packed, self._step)
+        return packed.view(num_rows, width, hidden_size)
+
+
+def search_set(
+    layers: TargetLayers,
+    runner: Any,
+    step: ForwardBatch,
+    plan: SkipPlan,
+    candidates: Sequence[SkipSet],
+) -> SkipSet:
+    """Find the skip set for the tokens of ``step``, a decode step of theirs; nothing is written."""
+    table = runner.req_to_token_pool.req_to_token
+    indices, positions = step.req_pool_indices.tolist(), step.positions.long()
+    slots = [
+        table[index, :length].long()
+        for index, length in zip(indices, positions.tolist(), strict=True)
+    ]
+    backend = PackedRowsBackend(runner.token_to_kv_pool, slots)
+    with forward_context(ForwardContext(attn_backend=backend), forward_batch=step):
+        result = solve(
+            _PackedStack(layers, positions, step),
+            layers.embed(step.input_ids),
+            plan.num_skip,
+            plan.pinned,
+            candidates=candidates,
+        )
+    return best_set(result, plan.num_skip, candidates)[0]

@@ -1,0 +1,194 @@
+"""The speculative worker of ``CLASP``.
+
+A round: [search a skip set] -> draft token by token through the kept layers, on the target's own
+KV pool -> verify all drafts in one target forward, which overwrites every slot the drafts wrote.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.runtime_context import get_spec
+from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
+from sglang.srt.speculative.eagle_worker_common import run_eagle_verify
+
+from speculators_ext.engines.sglang.chains import BonusInput, chain_verify_input
+from speculators_ext.engines.sglang.clasp.drafting import decode_batch, draft_logits, search_set
+from speculators_ext.engines.sglang.clasp.round_clock import RoundClock
+from speculators_ext.engines.sglang.clasp.target_layers import TargetLayers
+from speculators_ext.engines.sglang.request_rows import KnownRequests
+from speculators_ext.engines.sglang.requested import clasp_settings
+from speculators_ext.proposers.drafting import clamp_ids, exit_mask
+from speculators_ext.proposers.skip_search import SkipSets
+from speculators_ext.proposers.skip_sets import plan_skips
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+    from speculators_ext.proposers.skip_sets import SkipSet
+
+__all__ = ["ClaspWorker"]
+
+
+class ClaspWorker(BaseSpecWorker):
+    """Drafts with the target's own layers; see the module's docstring for a round.
+
+    Args:
+        server_args: SGLang's.
+        gpu_id: unused, there is no second model.
+        nccl_port: unused.
+        target_worker: runs the target.
+    """
+
+    def __init__(self, server_args: Any, gpu_id: int, nccl_port: int, target_worker: Any) -> None:
+        super().__init__()
+        self._target_worker = target_worker
+        self._draft_worker = None
+        self._runner = target_worker.model_runner
+        self._config = clasp_settings(server_args)
+        self._layers = TargetLayers(self._runner.model)
+        self._plan = plan_skips(self._config, self._layers.num_layers)
+        self._sets = SkipSets(self._config, self._plan, can_search=True)
+        self._most = get_spec().speculative_num_steps
+        self._last = target_worker.model_config.context_len - 1
+        self._vocab_size = target_worker.model_config.vocab_size
+        self._known = KnownRequests(tail=self._config.search_window)
+        self._clock = RoundClock(
+            self._most, self._config.refresh_interval, adaptive=self._config.adaptive
+        )
+
+    def forward_batch_generation(
+        self,
+        batch: Any,
+        on_publish: Callable[[torch.Tensor], None] | None = None,
+        grammar_barrier: Any = None,
+        pp_proxy_tensors: Any = None,
+    ) -> Any:
+        """Run a prefill, or one round of drafting and verification."""
+        if not batch.forward_mode.is_decode():
+            return self._prefill(batch, on_publish)
+        lengths = batch.seq_lens.tolist()
+        caps, drafts = self._draft(batch, lengths)
+        bonus = batch.spec_info.bonus_tokens
+        batch.spec_info = chain_verify_input(bonus, drafts, lengths, self._last)
+        result = self._verify(batch, grammar_barrier)
+        if on_publish is not None:
+            on_publish(result.new_seq_lens)
+        self._note(batch, caps, drafts, result)
+        return result
+
+    def _prefill(self, batch: Any, on_publish: Callable[[torch.Tensor], None] | None) -> Any:
+        self._clock.interrupt()
+        result = self.target_worker.forward_batch_generation(batch)
+        result.new_seq_lens = batch.seq_lens
+        if on_publish is not None:
+            on_publish(result.new_seq_lens)
+        for req, token in zip(batch.reqs, result.next_token_ids.tolist(), strict=True):
+            self._known.start(req, token)
+        result.next_draft_input = BonusInput(bonus_tokens=result.next_token_ids)
+        return result
+
+    def _verify(self, batch: Any, grammar_barrier: Any) -> Any:
+        result = run_eagle_verify(
+            batch,
+            target_worker=self.target_worker,
+            req_to_token_pool=self.req_to_token_pool,
+            token_to_kv_pool_allocator=self.token_to_kv_pool_allocator,
+            plan_stream=None,
+            plan_stream_ctx=contextlib.nullcontext(),
+            topk=1,
+            num_draft_tokens=batch.spec_info.draft_token_num,
+            device=self._runner.device,
+            metadata_ready_pre_pad=False,
+            finalize_tree_path=False,
+            grammar_barrier=grammar_barrier,
+        )
+        result.next_draft_input = BonusInput(bonus_tokens=result.next_draft_input.bonus_tokens)
+        return result
+
+    def _note(self, batch: Any, caps: list[int], drafts: list[list[int]], result: Any) -> None:
+        """Remember what was accepted."""
+        counts = result.accept_lens.tolist()
+        tokens = result.next_token_ids.view(len(counts), -1).tolist()
+        for req, row, count in zip(batch.reqs, tokens, counts, strict=True):
+            self._known.extend(req.rid, row[:count])
+        made = [len(ids) for ids in drafts]
+        accepted = [min(count - 1, n) for count, n in zip(counts, made, strict=True)]
+        self._clock.verified(caps, made, accepted)
+
+    def _draft(self, batch: Any, lengths: list[int]) -> tuple[list[int], list[list[int]]]:
+        """Drafts of every request, and how many each was allowed."""
+        names = [req.rid for req in batch.reqs]
+        present = set(names)
+        self._known.forget_absent(present.__contains__)
+        self._sets.forget_absent(present.__contains__)
+        self._clock.begin(names)
+        caps = [
+            self._known.limit(req, length, self._most, self._last)
+            for req, length in zip(batch.reqs, lengths, strict=True)
+        ]
+        depth = self._clock.depth(len(names))
+        caps = [min(cap, depth) for cap in caps]
+        rows = [row for row, cap in enumerate(caps) if cap > 0]
+        drafts: list[list[int]] = [[] for _ in names]
+        if rows:
+            wanting = [names[row] for row in rows]
+            if self._sets.due(wanting):
+                with self._clock.searching():
+                    self._search(batch, rows, lengths)
+            tokens = batch.spec_info.bonus_tokens.tolist()
+            for kept, members in self._sets.groups(wanting):
+                group = [rows[member] for member in members]
+                self._draft_rows(batch, kept, group, caps, lengths, tokens, drafts)
+        self._sets.count_round()
+        self._clock.end_drafting()
+        return caps, drafts
+
+    def _search(self, batch: Any, rows: list[int], lengths: list[int]) -> None:
+        wanting = [batch.reqs[row].rid for row in rows]
+        rows, window = self._sets.looked_at(rows)
+        looked_at: list[tuple[int, int, int]] = []  # row, token, position
+        for row in rows:
+            newest = self._known.newest(batch.reqs[row].rid, window)
+            first = lengths[row] + 1 - len(newest)
+            looked_at += [(row, token, first + back) for back, token in enumerate(newest)]
+
+        def best(tokens: list[int], candidates: tuple[SkipSet, ...]) -> SkipSet:
+            chosen = [looked_at[token] for token in tokens]
+            own, ids, positions = (list(part) for part in zip(*chosen, strict=True))
+            step = decode_batch(batch, self._runner, own, ids, positions)
+            return search_set(self._layers, self._runner, step, self._plan, candidates)
+
+        self._sets.search(wanting, [batch.reqs[row].rid for row, _, _ in looked_at], best)
+
+    def _draft_rows(
+        self,
+        batch: Any,
+        kept: tuple[int, ...],
+        rows: list[int],
+        caps: list[int],
+        lengths: list[int],
+        tokens: list[int],
+        drafts: list[list[int]],
+    ) -> None:
+        """Draft token by token; a row leaves at its limit or when it is unsure."""
+        while rows:
+            depth = len(drafts[rows[0]])
+            feed = [drafts[row][-1] if depth else tokens[row] for row in rows]
+            positions = [lengths[row] + depth for row in rows]
+            with self._clock.drafting(depth):
+                step = decode_batch(batch, self._runner, rows, feed, positions)
+                logits = draft_logits(self._layers, self._runner, kept, step)
+                drawn = exit_mask(logits, self._config.exit_threshold)
+                ids = clamp_ids(drawn.tokens, self._vocab_size).tolist()
+                sure = drawn.keep.tolist()
+            for row, token in zip(rows, ids, strict=True):
+                drafts[row].append(token)
+            rows = [
+                row
+                for row, going in zip(rows, sure, strict=True)
+                if going and caps[row] > depth + 1
+            ]

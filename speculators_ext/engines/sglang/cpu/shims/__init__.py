@@ -1,0 +1,1 @@
+"""The folder that goes on PYTHONPATH: modules SGLang imports and that have no build here."""

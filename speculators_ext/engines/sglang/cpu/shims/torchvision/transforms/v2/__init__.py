@@ -1,0 +1,1 @@
+"""What transformers imports as ``torchvision.transforms.v2``."""

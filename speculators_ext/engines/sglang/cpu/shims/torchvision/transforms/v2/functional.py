@@ -1,0 +1,1 @@
+"""Nothing in here: the module is imported, its functions are for images."""

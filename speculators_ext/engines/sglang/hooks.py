@@ -1,0 +1,111 @@
+"""Everything of SGLang that we rely on and change, probed before it is set."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+from typing import TYPE_CHECKING
+
+from speculators_ext.engines.devices import find_gpu
+from speculators_ext.engines.source_probe import Expectation, engine_root
+from speculators_ext.engines.source_probe import find_problem as find_problem_in_source
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["TESTED_VERSIONS", "find_problem", "install"]
+
+TESTED_VERSIONS = ("0.5.23",)
+
+_SRT = "sglang.srt"
+_EXPECTED = (
+    Expectation(f"{_SRT}.plugins.hook_registry", "HookRegistry.register",
+                ("cls", "target", "hook", "hook_type")),
+    Expectation(f"{_SRT}.speculative.spec_info", "SpeculativeAlgorithm.register",
+                ("cls", "name", "supports_overlap", "spec_class")),
+    Expectation(f"{_SRT}.speculative.spec_registry", "CustomSpecAlgo.handle_server_args",
+                ("self", "server_args")),
+    Expectation(f"{_SRT}.speculative.base_spec_worker", "BaseSpecWorker.alloc_memory_pool",
+                ("self", "memory_pool_config", "req_to_token_pool", "token_to_kv_pool_allocator")),
+    Expectation(f"{_SRT}.speculative.base_spec_worker", "BaseSpecWorker.target_worker"),
+    Expectation(f"{_SRT}.speculative.eagle_worker_common", "run_eagle_verify",
+                ("batch", "target_worker", "req_to_token_pool", "token_to_kv_pool_allocator",
+                 "plan_stream", "plan_stream_ctx", "topk", "num_draft_tokens", "device",
+                 "metadata_ready_pre_pad", "finalize_tree_path", "grammar_barrier")),
+    Expectation(f"{_SRT}.speculative.eagle_utils", "eagle_sample",
+                ("verify_input", "batch", "logits_output")),
+    Expectation("sglang.kernels.ops.speculative.spec_tree", "verify_tree_greedy_func",
+                ("predicts", "accept_index", "accept_token_num", "candidates", "target_predict")),
+    Expectation(f"{_SRT}.speculative.eagle_info", "EagleDraftInput.filter_batch",
+                ("self", "new_indices", "new_indices_cpu")),
+    Expectation(f"{_SRT}.speculative.eagle_info", "EagleVerifyInput"),
+    Expectation(f"{_SRT}.server_args", "ServerArgs.add_cli_args", ("parser",)),
+    Expectation(f"{_SRT}.layers.attention.torch_native_backend",
+                "TorchNativeAttnBackend.forward_extend",
+                ("self", "q", "k", "v", "layer", "forward_batch", "save_kv_cache")),
+    Expectation(f"{_SRT}.layers.sampler", "sampling_from_probs_torch",
+                ("probs", "sampling_seed", "positions")),
+    Expectation(f"{_SRT}.layers.sampler", "top_k_top_p_min_p_sampling_from_probs_torch",
+                ("probs", "top_ks", "top_ps", "min_ps", "need_min_p_sampling", "sampling_seed",
+                 "positions")),
+    Expectation(f"{_SRT}.layers.layer_boundary.residual.batch", "set_written",
+                ("hidden_states", "forward_batch")),
+    Expectation(f"{_SRT}.layers.layer_boundary.residual.batch", "fold",
+                ("hidden_states", "forward_batch")),
+    Expectation(f"{_SRT}.model_executor.forward_batch_info", "ForwardBatch.init_new",
+                ("cls", "batch", "model_runner", "return_hidden_states_before_norm")),
+    Expectation(f"{_SRT}.model_executor.forward_context", "ForwardContext"),
+    Expectation(f"{_SRT}.runtime_context", "get_spec"),
+    Expectation(f"{_SRT}.utils.hf_transformers.config", "get_config"),
+)  # fmt: skip
+
+
+def find_problem() -> str | None:
+    """Why we cannot work with this SGLang, naming what is missing; None when we can."""
+    root = engine_root("sglang")
+    if root is None:
+        return "SGLang is not installed"
+    problems = [found for e in _EXPECTED if (found := find_problem_in_source(e, root))]
+    if not problems:
+        return None
+    tested = ", ".join(TESTED_VERSIONS)
+    return (
+        f"SGLang {importlib.metadata.version('sglang')} ({'; '.join(problems)}); "
+        f"tested with SGLang {tested}: install one of them"
+    )
+
+
+def install() -> None:
+    """Register our algorithms and hooks; SGLang applies them once all plugins have loaded."""
+    from speculators_ext.engines.sglang.algorithm import register_algorithms
+    from speculators_ext.engines.sglang.requested import add_flag
+
+    register_algorithms()
+    _hook("sglang.srt.server_args.ServerArgs.add_cli_args", add_flag, "AFTER")
+    if _on_cpu():
+        _install_on_cpu()
+
+
+def _on_cpu() -> bool:
+    return os.environ.get("SGLANG_USE_CPU_ENGINE") == "1" and find_gpu() is None
+
+
+def _install_on_cpu() -> None:
+    from speculators_ext.engines.sglang import sampling
+    from speculators_ext.engines.sglang.cpu import verify_attention
+
+    _hook("sglang.srt.speculative.eagle_utils.eagle_sample", sampling.eagle_sample)
+    _hook(
+        "sglang.kernels.ops.speculative.spec_tree.verify_tree_greedy_func",
+        sampling.verify_tree_greedy,
+    )
+    _hook(
+        "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend.forward_extend",
+        verify_attention.forward_extend,
+    )
+
+
+def _hook(target: str, function: Callable[..., object], kind: str = "AROUND") -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(target, function, HookType[kind])

@@ -1,0 +1,90 @@
+"""What a worker knows of its requests beyond SGLang's batch: options, newest tokens, room."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from speculators_ext.config import ConfigError, RequestOptions
+from speculators_ext.engines.sglang.log import logger
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+__all__ = ["KnownRequests"]
+
+_DEFAULT_OPTIONS = RequestOptions()
+
+
+class KnownRequests:
+    """Per request: its options, and its newest tokens.
+
+    Under overlap scheduling a request's ``output_ids`` lag a round, so the worker keeps its own.
+
+    Args:
+        tail: how many of the newest tokens to keep, the bonus token included.
+    """
+
+    def __init__(self, tail: int) -> None:
+        self._tail = tail
+        self._tokens: dict[str, list[int]] = {}
+        self._options: dict[str, RequestOptions] = {}
+
+    def start(self, req: Any, token: int) -> None:
+        """A prompt (or a part of it) has been run, and ``token`` was sampled behind it."""
+        known = [*req.origin_input_ids, *req.output_ids][-self._tail :]
+        self._tokens[req.rid] = [*known, token][-self._tail :]
+
+    def extend(self, rid: str, tokens: Sequence[int]) -> None:
+        """A verification has accepted ``tokens``."""
+        self._tokens[rid] = [*self._tokens.get(rid, ()), *tokens][-self._tail :]
+
+    def newest(self, rid: str, count: int) -> list[int]:
+        """The newest ``count`` tokens or fewer, oldest first, the bonus token last."""
+        return self._tokens.get(rid, [])[-count:]
+
+    def forget_absent(self, is_present: Callable[[str], bool]) -> None:
+        """Drop what is known of requests that ended, were aborted or were retracted."""
+        for rid in [rid for rid in self._tokens if not is_present(rid)]:
+            self._tokens.pop(rid)
+            self._options.pop(rid, None)
+
+    def limit(self, req: Any, length: int, most: int, last: int) -> int:
+        """The most drafts this request can use now.
+
+        Args:
+            req: SGLang's request.
+            length: its tokens with KV; the bonus token follows them.
+            most: drafts a round may hold.
+            last: greatest position the model has.
+        """
+        params = req.sampling_params
+        if _needs_each_token_counted(params):
+            return 0
+        produced = length + 1 - len(req.origin_input_ids)
+        # Each round gives one token for free, so drafts past the last one would be thrown away.
+        room = min(params.max_new_tokens - produced - 1, last - length)
+        return max(0, min(self._options_of(req).limit(most), room))
+
+    def _options_of(self, req: Any) -> RequestOptions:
+        if req.rid not in self._options:
+            self._options[req.rid] = _parse(req.sampling_params.custom_params)
+        return self._options[req.rid]
+
+
+def _needs_each_token_counted(params: Any) -> bool:
+    """Whether a token's law depends on the tokens just before it, which SGLang counts by round."""
+    return bool(
+        params.frequency_penalty
+        or params.presence_penalty
+        or params.repetition_penalty != 1.0
+        or params.min_new_tokens
+    )
+
+
+def _parse(custom_params: Any) -> RequestOptions:
+    try:
+        return RequestOptions.parse(custom_params if isinstance(custom_params, dict) else None)
+    except ConfigError as error:
+        # The request is already admitted: it must be served, exactly, just without our options.
+        logger.warning("%s; the request is served with default options", error)
+        return _DEFAULT_OPTIONS

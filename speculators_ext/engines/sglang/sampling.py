@@ -1,0 +1,70 @@
+"""True sampling in verification on CPUs, where SGLang takes the likeliest token instead.
+
+The target's token behind every row is drawn as plain decoding draws it, and a draft is accepted
+where it is that token. For drafts that were chosen, not drawn, that is the standard rule: draft x
+is accepted with probability p(x), and what replaces it follows p without x.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.layers.sampler import (
+    sampling_from_probs_torch,
+    top_k_top_p_min_p_sampling_from_probs_torch,
+)
+
+from speculators_ext.engines.sglang.algorithm import is_ours
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["eagle_sample", "verify_tree_greedy"]
+
+# The verification under way: its sampling parameters, logits and positions. Set only inside
+# `eagle_sample`, which calls `verify_tree_greedy`; SGLang's scheduler is one thread.
+_under_way: list[tuple[Any, torch.Tensor, torch.Tensor]] = []
+
+
+def eagle_sample(
+    original: Callable[..., Any], verify_input: Any, batch: Any, logits_output: Any, *args: Any,
+    **kwargs: Any,
+) -> Any:  # fmt: skip
+    """Around SGLang's function of that name: keeps at hand what sampling needs."""
+    info = batch.sampling_info
+    if not is_ours(batch.spec_algorithm) or batch.forward_mode.is_idle() or info.is_all_greedy:
+        return original(verify_input, batch, logits_output, *args, **kwargs)
+    _under_way.append((info, logits_output.next_token_logits, verify_input.positions))
+    try:
+        return original(verify_input, batch, logits_output, *args, **kwargs)
+    finally:
+        _under_way.pop()
+
+
+def verify_tree_greedy(
+    original: Callable[..., Any], *args: Any, target_predict: torch.Tensor, **kwargs: Any
+) -> Any:
+    """Around SGLang's acceptance: the target's choices become draws where that is asked for."""
+    if _under_way:
+        # By now penalties, biases and grammar masks are in the logits.
+        drawn = _draw(*_under_way[-1])
+        target_predict = drawn.view_as(target_predict).to(target_predict.dtype)
+    return original(*args, target_predict=target_predict, **kwargs)
+
+
+def _draw(info: Any, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """One token a row, int [rows], from the law plain decoding samples from."""
+    width = logits.shape[0] // info.temperatures.shape[0]
+
+    def each(values: torch.Tensor | None) -> torch.Tensor | None:
+        return None if values is None else values.repeat_interleave(width, dim=0)
+
+    probs = torch.softmax(logits.float() / each(info.temperatures), dim=-1)
+    seeds = each(info.sampling_seed)
+    if not (info.need_top_p_sampling or info.need_top_k_sampling or info.need_min_p_sampling):
+        return sampling_from_probs_torch(probs, sampling_seed=seeds, positions=positions)
+    return top_k_top_p_min_p_sampling_from_probs_torch(
+        probs, each(info.top_ks), each(info.top_ps), each(info.min_ps),
+        info.need_min_p_sampling, seeds, positions,
+    )  # fmt: skip
