@@ -91,6 +91,19 @@ METHODS.add(
 )
 
 
+METHODS.add(
+    "mtp_reuse",
+    Method(
+        name="mtp_reuse",
+        config_model=MtpReuseConfig,
+        rides="mtp",
+        lossless=True,
+        summary="the target's own MTP module drafts, reused for as many steps as pay",
+        needs="a target whose checkpoint has the weights of an MTP module",
+    ),
+)
+
+
 def suggest_method(name: str) -> str | None:
     """Return the method a mistyped name probably means, or None."""
     return near_miss(name, METHODS)

@@ -16,6 +16,7 @@ __all__ = [
     "MethodConfig",
     "MtpReuseConfig",
     "TargetInfo",
+    "TreeConfig",
 ]
 
 WHERE = "speculative method_config"
@@ -169,8 +170,8 @@ class ClaspConfig(MethodConfig):
             )
 
 
-class Eagle2Config(MethodConfig):
-    """Context-dependent draft trees of an EAGLE head (EAGLE-2, arXiv 2406.16858)."""
+class TreeConfig(MethodConfig):
+    """Settings of every method that grows draft trees (EAGLE-2, arXiv 2406.16858)."""
 
     depth: int = Field(
         5, ge=1, le=16, description="Levels of the draft tree: the most drafts one path can hold."
@@ -201,11 +202,16 @@ class Eagle2Config(MethodConfig):
         return self.topk + (self.depth - 1) * self.topk**2
 
 
-class MtpReuseConfig(MethodConfig):
+class Eagle2Config(TreeConfig):
+    """Context-dependent draft trees of an EAGLE head (EAGLE-2, arXiv 2406.16858)."""
+
+
+class MtpReuseConfig(TreeConfig):
     """The target's own multi-token-prediction module, run several times a step.
 
     DeepSeek-V3's module (arXiv 2412.19437, section 2.2) was trained for one step; reused, it is
-    right less often from step to step (70 / 11 / 2 % on MiMo-7B, arXiv 2509.18362).
+    right less often from step to step (70 / 11 / 2 % on MiMo-7B, arXiv 2509.18362). With ``topk`` 1
+    it drafts a chain, with more a tree.
     """
 
     first_hidden: Literal["pre", "post"] | None = Field(
@@ -223,6 +229,12 @@ class MtpReuseConfig(MethodConfig):
         description="Measure the acceptance of every choice of the two hidden states on a few "
         "built-in prompts at load, log the table and take the best.",
     )
+    topk: int = Field(
+        1,
+        ge=1,
+        le=32,
+        description="1 drafts a chain; more a tree: nodes a level expands, and children of each.",
+    )
     min_path_probability: float = Field(
         0.0,
         ge=0.0,
@@ -235,26 +247,16 @@ class MtpReuseConfig(MethodConfig):
         ge=2,
         description="Tokens the module may draft: those most seen in the traffic; null is all.",
     )
-    topk: int = Field(
-        1,
-        ge=1,
-        le=32,
-        description="1 drafts a chain; more a tree: nodes a level expands, and children of each.",
-    )
-    depth: int | None = Field(
-        None, ge=1, le=16, description="Levels of a tree (topk > 1); null is 5."
-    )
-    adaptive: bool = Field(
-        True, description="Draft only as deep as pays on this machine, down to not at all."
-    )
 
     @model_validator(mode="after")
-    def _check_depth(self) -> MtpReuseConfig:
-        if self.topk == 1 and self.depth is not None:
-            raise ConfigError(
-                f"depth={self.depth} belongs to trees and topk=1 drafts a chain; accepted: topk > "
-                "1, or num_speculative_tokens for the length of a chain; remove it"
-            )
+    def _check_together(self) -> MtpReuseConfig:
+        for key in ("depth", "min_level_probability"):
+            if self.topk == 1 and key in self.model_fields_set:
+                raise ConfigError(
+                    f"{key}={getattr(self, key)} belongs to trees and topk=1 drafts a chain; "
+                    "accepted: topk > 1 (num_speculative_tokens is the length of a chain); "
+                    "remove it"
+                )
         if self.calibrate and self.first_hidden and self.recycled_hidden:
             raise ConfigError(
                 "calibrate=true has nothing to choose where first_hidden and recycled_hidden are "

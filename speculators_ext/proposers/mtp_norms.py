@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["CHOICES", "KNOWN_NORMS", "HiddenNorms", "find_norms", "undo_norm"]
+__all__ = ["CHOICES", "KNOWN_NORMS", "HiddenNorms", "Side", "find_norms", "undo_norm"]
 
 Side = Literal["pre", "post"]
 
@@ -49,8 +49,9 @@ KNOWN_NORMS: dict[str, HiddenNorms] = {
     "Qwen3NextForCausalLM": _POST,
     "Qwen3_5ForCausalLM": _POST,
     "Qwen3_5MoeForCausalLM": _POST,
-    # The module ends with its norm, and the checkpoint's own code recycles what it returns.
-    "MiMoForCausalLM": _POST,
+    # vLLM hands over the state before the norm, which it applies with the output head; the module
+    # ends with its norm and returns what is behind it.
+    "MiMoForCausalLM": HiddenNorms("pre", "post"),
 }
 
 

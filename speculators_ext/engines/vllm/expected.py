@@ -88,6 +88,7 @@ HOOKS = (
                 "DraftModelSpeculator.sample_draft",
                 ("self", "hidden_states", "sample_src_positions", "idx_mapping", "temperature"),
             ),
+            Expectation(f"{_SPEC_DECODE}.mtp.speculator", "MTPSpeculator.load_draft_model"),
             Expectation(
                 _SPECULATOR,
                 "BaseSpeculator.propose",
@@ -134,6 +135,7 @@ HOOKS = (
                 "ModelState.postprocess_state",
                 ("self", "idx_mapping", "num_sampled", "num_computed_tokens"),
             ),
+            Expectation(f"{STATES}.interface", "ModelState.initialize_kv_cache", ("self",)),
             Expectation(f"{_SPEC_DECODE}.rejection_sampler", "RejectionSampler._verify"),
             Expectation(
                 f"{_SPEC_DECODE}.rejection_sampler", "RejectionSampler._get_logprobs_tensors"

@@ -38,6 +38,10 @@ class ExtendingSpeculator(TargetDependentARSpeculator):
         """What the head reads beside its tokens, [n, H], of what the target hands out, [n, ...]."""
         return hidden
 
+    def head_output(self, out: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """What `compute_logits` takes and what the head goes on from, of what the head returned."""
+        return out if isinstance(out, tuple) else (out, out)
+
     def accepted_paths(self) -> dict[int, torch.Tensor]:
         """Local rows the step accepted, int32 [depth + 1], of each batch row that had a tree."""
         return {}
@@ -164,4 +168,4 @@ class ExtendingSpeculator(TargetDependentARSpeculator):
             # The dtype of vLLM's own buffers, for which a compiled head was compiled.
             tokens = torch.cat([piece.tokens for piece in pieces]).int()
             out = self.model(input_ids=tokens, positions=positions, hidden_states=hidden)
-        return out if isinstance(out, tuple) else (out, out)
+        return self.head_output(out)

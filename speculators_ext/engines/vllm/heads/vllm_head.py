@@ -86,7 +86,11 @@ class VllmHead:
         with set_forward_context(
             metadata, self._vllm_config, num_tokens=len(level.tokens), slot_mapping={}
         ):
-            hidden = self._model(
+            out = self._model(
                 input_ids=level.tokens.int(), positions=positions, hidden_states=level.features
             )
-        return hidden if isinstance(hidden, tuple) else (hidden, hidden)
+        return self.read(out)
+
+    def read(self, out: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """What `logits` takes and the features, of what the model returned."""
+        return out if isinstance(out, tuple) else (out, out)

@@ -1,0 +1,86 @@
+"""Short queries as decode rows, in vLLM's reference MLA backend for CPUs.
+
+That backend knows one token a request or a prompt, and takes a verification for a prompt: the whole
+prefix is expanded to keys and values in every layer. A query of a few tokens is as well one row a
+token, each a token longer than the row before it, since a layer writes all their latents before any
+of them attends. That is also how plain decoding computes the same tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadataBuilder
+from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend
+
+if TYPE_CHECKING:
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+
+__all__ = ["DecodeRowsCPUMLABackend", "split_short_queries"]
+
+_MOST = 16
+"""Tokens of a query that counts as short."""
+
+
+def split_short_queries(batch: CommonAttentionMetadata) -> CommonAttentionMetadata:
+    """The same batch, its first requests with short queries given as one request a token.
+
+    Only the first: vLLM wants decode rows before prompts, and puts short queries first itself.
+    """
+    starts = batch.query_start_loc_cpu[: batch.num_reqs + 1].long()
+    lengths = starts[1:] - starts[:-1]
+    short = (lengths <= _MOST).int()
+    count = int(short.cumprod(0).sum())
+    num_rows = int(starts[count])
+    if num_rows <= count:
+        return batch
+    owners = torch.repeat_interleave(torch.arange(count), lengths[:count])
+    behind = starts[owners + 1] - 1 - torch.arange(num_rows)
+
+    def spread(values: torch.Tensor) -> torch.Tensor:
+        return torch.cat([values[owners], values[count : batch.num_reqs]])
+
+    def shortened(lengths: torch.Tensor) -> torch.Tensor:
+        spread_lengths = spread(lengths)
+        spread_lengths[:num_rows] -= behind.to(lengths.dtype)
+        return spread_lengths
+
+    first = torch.cat([torch.arange(num_rows), starts[count:]]).int()
+    optional: dict[str, Any] = {
+        "seq_lens_cpu_upper_bound": shortened,
+        "is_prefilling": spread,
+    }
+    present = {name: getattr(batch, name) for name in optional}
+    return replace(
+        batch,
+        query_start_loc=first,
+        query_start_loc_cpu=first,
+        seq_lens=shortened(batch.seq_lens),
+        num_reqs=num_rows + batch.num_reqs - count,
+        max_query_len=max(1, *lengths[count:].tolist()) if count < batch.num_reqs else 1,
+        block_table_tensor=spread(batch.block_table_tensor),
+        **{n: optional[n](value) for n, value in present.items() if value is not None},
+    )
+
+
+class _DecodeRowsBuilder(MLACommonMetadataBuilder):
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> Any:
+        return super().build(
+            common_prefix_len, split_short_queries(common_attn_metadata), fast_build
+        )
+
+
+class DecodeRowsCPUMLABackend(CPUMLABackend):
+    """vLLM's reference MLA backend for CPUs, with short queries as decode rows."""
+
+    @staticmethod
+    def get_builder_cls() -> type[MLACommonMetadataBuilder]:
+        """The builder of its metadata."""
+        return _DecodeRowsBuilder

@@ -1,0 +1,210 @@
+"""Hook 3 for ``mtp_reuse``: the target's own MTP module drafts, see ``heads`` for a round."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.v1.worker.gpu.spec_decode.mtp.speculator import MTPSpeculator
+
+from speculators_ext.engines.vllm.attention.packed_rows import replace_backends
+from speculators_ext.engines.vllm.heads.speculator import HeadSpeculator
+from speculators_ext.engines.vllm.heads.tree_speculator import TreeSpeculator
+from speculators_ext.engines.vllm.heads.vllm_head import VllmHead
+from speculators_ext.engines.vllm.log import warn_untried_on_gpus
+from speculators_ext.engines.vllm.mtp_reuse.calibrate import choose_norms, encode_prompts
+from speculators_ext.engines.vllm.mtp_reuse.chains import ChainSteps
+from speculators_ext.engines.vllm.mtp_reuse.clock import ReuseClock
+from speculators_ext.engines.vllm.mtp_reuse.module import MtpModule
+from speculators_ext.engines.vllm.mtp_reuse.reduced_head import make_reduced_head
+from speculators_ext.engines.vllm.ranks import decided_on_rank_0
+from speculators_ext.engines.vllm.trees.devices import use_tree_backends
+from speculators_ext.engines.vllm.trees.tree_clock import Plan
+from speculators_ext.proposers.mtp_norms import HiddenNorms, find_norms
+from speculators_ext.proposers.mtp_reuse import StopRule, draft_chains
+from speculators_ext.tree import DraftTree
+
+if TYPE_CHECKING:
+    from torch import nn
+    from vllm.config import VllmConfig
+    from vllm.v1.worker.gpu.input_batch import InputBatch
+    from vllm.v1.worker.gpu.states import RequestState
+
+    from speculators_ext.engines.vllm.heads.speculator import Roots
+
+__all__ = ["ChainReuseSpeculator", "TreeReuseSpeculator", "build_speculator"]
+
+_ATTENTION = "speculators_ext.engines.vllm.attention"
+
+
+def build_speculator(
+    vllm_config: VllmConfig, device: torch.device, req_states: RequestState
+) -> HeadSpeculator:
+    """The speculator for our config; called before the target's layers are built."""
+    config: Any = vllm_config.speculative_config
+    if config.method_config.topk > 1:
+        use_tree_backends(device, "mtp_reuse")
+        return TreeReuseSpeculator(vllm_config, device, req_states)
+    if device.type == "cpu":
+        replace_backends({"CPU_MLA": f"{_ATTENTION}.decode_rows_mla.DecodeRowsCPUMLABackend"})
+    else:
+        warn_untried_on_gpus("mtp_reuse")
+    return ChainReuseSpeculator(vllm_config, device, req_states)
+
+
+class _ReuseSpeculator(HeadSpeculator):
+    """What chains and trees of a reused module share: its inputs, outputs and vocabulary."""
+
+    def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> Any:
+        """vLLM's MTP model, and around it what it is fed and drafts with."""
+        model = super().load_draft_model(target_model, target_attn_layer_names)  # type: ignore[safe-super]
+        known = find_norms(self.vllm_config.model_config.architectures)
+        first = self._options.first_hidden or known.first
+        recycled = self._options.recycled_hidden or known.recycled
+        self.module = MtpModule(model, target_model, HiddenNorms(first, recycled))
+        self._target = target_model
+        if self._options.draft_vocab_size is not None:
+            self.module.reduced = make_reduced_head(
+                model, self.vllm_config, self._options.draft_vocab_size
+            )
+        return model
+
+    def set_attn(self, model_state: Any, *args: Any, **kwargs: Any) -> None:
+        """Calibrate as soon as there are caches to do it in, where that is asked."""
+        super().set_attn(model_state, *args, **kwargs)
+        if self._options.calibrate:
+            model_state.when_cached = self._calibrate
+
+    @torch.inference_mode()
+    def _calibrate(self) -> None:
+        prompts = encode_prompts(self.vllm_config.model_config)
+        self.module.choose(choose_norms(self, self._target, prompts[: self.max_num_reqs]))
+
+    def head_input(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The target's states before or after its final norm."""
+        return self.module.first(hidden)
+
+    def head_output(self, out: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """The module's states for the output head, and those to recycle."""
+        return self.module.read(out)
+
+    def _kept_rows(
+        self, input_batch: InputBatch, sampled: list[int], rejected: list[int]
+    ) -> tuple[torch.Tensor, list[int]]:
+        rows, counts = super()._kept_rows(input_batch, sampled, rejected)
+        if self.module.reduced is not None:
+            self.module.reduced.vocabulary.count(input_batch.input_ids[rows].long())
+        return rows, counts
+
+
+class ChainReuseSpeculator(_ReuseSpeculator, MTPSpeculator):
+    """Drafts a chain a request, each as long as it pays.
+
+    Args:
+        vllm_config: holds our speculative config.
+        device: of the target.
+        req_states: the runner's request table, read only.
+    """
+
+    _clock: ReuseClock
+
+    def __init__(
+        self, vllm_config: VllmConfig, device: torch.device, req_states: RequestState
+    ) -> None:
+        super().__init__(vllm_config, device, req_states)
+        self._async = vllm_config.scheduler_config.async_scheduling
+        self._stepwise = device.type == "cpu"
+        self._clock = ReuseClock(
+            self.num_speculative_steps,
+            adaptive=self._options.adaptive,
+            fixed_launches=not self._stepwise,
+        )
+        self._rule = StopRule(self._options.min_path_probability)
+        self._drafted: dict[str, list[float]] = {}
+        self._num_rows = 0
+
+    def propose(self, input_batch: InputBatch, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As `HeadSpeculator.propose`; under async scheduling unused slots hold a valid id.
+
+        There every slot is verified, and what reaches the input ids is embedded unchecked.
+        """
+        if self.draft_logits is not None and not kwargs.get("dummy_run"):
+            temperature, seeds = args[8:10]
+            slots = input_batch.idx_mapping
+            self._copy_request_inputs(input_batch.num_reqs, slots, temperature, seeds)
+            # Only a law that gives all to the id an unused slot holds keeps p/q acceptance exact.
+            self.draft_logits[slots] = float("-inf")
+            self.draft_logits[slots, :, 0] = 0.0
+        drafts = super().propose(input_batch, *args, **kwargs)
+        return drafts.clamp_(min=0) if self._async else drafts
+
+    def compute_draft_logits(self, hidden_states: torch.Tensor, spec_step_idx: int) -> torch.Tensor:
+        """[n, V], tokens outside the draft vocabulary at -inf: the law of probabilistic drafts."""
+        logits, reduced = self.module.logits(hidden_states), self.module.reduced
+        if reduced is None:
+            return logits
+        full = logits.new_full((len(logits), self.vocab_size), float("-inf"))
+        return full.index_copy_(1, reduced.vocabulary.ids, logits)
+
+    def plan(self, num_rows: int) -> Plan:
+        """How long chains may be; what one more draft is worth goes to the stop rule."""
+        depth, self._rule.worth = decided_on_rank_0(self._clock.plan(num_rows))
+        self._num_rows = num_rows
+        return Plan(depth, 0.0, 0.0)
+
+    def grow(self, input_batch: InputBatch, roots: Roots, plan: Plan) -> list[DraftTree]:
+        """A chain from each root."""
+        if self.module.reduced is not None:
+            self.module.reduced.update()
+        limits = [min(pair) for pair in zip(roots.max_drafts, roots.max_levels, strict=True)]
+        chains, steps = draft_chains(
+            ChainSteps(self, input_batch.idx_mapping[roots.rows], roots.lengths),
+            roots.hidden, roots.features, limits, self._rule,
+            num_rows=self._num_rows, stepwise=self._stepwise,
+        )  # fmt: skip
+        self._clock.ran(steps)
+        for row, chain in zip(roots.rows, chains, strict=True):
+            self._drafted[input_batch.req_ids[row]] = chain.probabilities
+        return [
+            DraftTree.of([root, *chain.tokens], list(range(-1, len(chain.tokens))))
+            for root, chain in zip(roots.tokens.tolist(), chains, strict=True)
+        ]
+
+    def _kept_rows(
+        self, input_batch: InputBatch, sampled: list[int], rejected: list[int]
+    ) -> tuple[torch.Tensor, list[int]]:
+        """Also tells the stop rule what became of the last drafts."""
+        scheduled, verified = input_batch.num_draft_tokens_per_req, []
+        if scheduled is not None:
+            for row, req_id in enumerate(input_batch.req_ids):
+                given = self._drafted.get(req_id, [])[: int(scheduled[row])]
+                if given and sampled[row] > 0:
+                    verified.append((given, min(sampled[row] - 1, len(given))))
+        self._rule.observe(verified)
+        self._drafted = {}
+        return super()._kept_rows(input_batch, sampled, rejected)
+
+
+class _ModuleHead(VllmHead):
+    module: MtpModule
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.module.logits(hidden)
+
+    def read(self, out: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.module.read(out)
+
+
+class TreeReuseSpeculator(_ReuseSpeculator, TreeSpeculator, MTPSpeculator):
+    """Drafts trees, a level of the module's own states after another."""
+
+    _head_type = _ModuleHead
+
+    def _make_head(self, input_batch: InputBatch, roots: Roots) -> VllmHead:
+        head = super()._make_head(input_batch, roots)
+        assert isinstance(head, _ModuleHead)
+        head.module = self.module
+        if self.module.reduced is not None:
+            self.module.reduced.update()
+            head.draft_to_target = self.module.reduced.vocabulary.offsets
+        return head
