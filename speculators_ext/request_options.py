@@ -1,4 +1,4 @@
-"""Per-request switches, read from a request's `extra_args` (`vllm_xargs` over HTTP)."""
+"""Per-request switches, read from what vLLM (`vllm_xargs`) and SGLang (`custom_params`) hand on."""
 
 from __future__ import annotations
 
@@ -39,42 +39,43 @@ class RequestOptions:
         return min(self.max_drafts, num_speculative_tokens)
 
     @classmethod
-    def parse(cls, extra_args: Mapping[str, Any] | None) -> RequestOptions:
+    def parse(cls, given: Mapping[str, Any] | None, *, where: str = "extra_args") -> RequestOptions:
         """Read our keys and leave other keys alone.
 
         Args:
-            extra_args: `SamplingParams.extra_args`; None and absent keys give the defaults.
+            given: what the engine hands on of a request; None and absent keys give the defaults.
+            where: the engine's name for it, for errors.
 
         Raises:
             ConfigError: one line, for a bad value or an unknown key with our prefix.
         """
-        args = extra_args or {}
+        args = given or {}
         for key in args:
             if isinstance(key, str) and key.startswith(PREFIX) and key not in _KEYS:
                 close = near_miss(key, _KEYS)
                 hint = f"did you mean {close!r}?" if close else "remove it"
                 raise ConfigError(
-                    f"extra_args: unknown key {key!r}; accepted: {', '.join(_KEYS)}; {hint}"
+                    f"{where}: unknown key {key!r}; accepted: {', '.join(_KEYS)}; {hint}"
                 )
         return cls(
-            enabled=_switch(args[ENABLED]) if ENABLED in args else True,
-            max_drafts=_count(args[MAX_DRAFTS]) if MAX_DRAFTS in args else None,
+            enabled=_switch(args[ENABLED], where) if ENABLED in args else True,
+            max_drafts=_count(args[MAX_DRAFTS], where) if MAX_DRAFTS in args else None,
         )
 
 
-def _switch(value: object) -> bool:
+def _switch(value: object, where: str) -> bool:
     if isinstance(value, int | str) and str(value).lower() in _SWITCH:
         return _SWITCH[str(value).lower()]
     raise ConfigError(
-        f"extra_args: {ENABLED}={value!r} is not valid; accepted: 0, 1, true or false; correct it"
+        f"{where}: {ENABLED}={value!r} is not valid; accepted: 0, 1, true or false; correct it"
     )
 
 
-def _count(value: object) -> int:
+def _count(value: object, where: str) -> int:
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value
     if isinstance(value, str) and value.isascii() and value.isdigit():
         return int(value)
     raise ConfigError(
-        f"extra_args: {MAX_DRAFTS}={value!r} is not valid; accepted: an integer >= 0; correct it"
+        f"{where}: {MAX_DRAFTS}={value!r} is not valid; accepted: an integer >= 0; correct it"
     )

@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
+import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
 
 collect_ignore_glob = []
 if importlib.util.find_spec("sglang") is None:
@@ -18,3 +27,120 @@ else:
     os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
     # SGLang's own kernels, which ours are compared with, run in the interpreter.
     os.environ["TRITON_INTERPRET"] = "1"
+
+RUNNER = Path(__file__).parent / "run_engine.py"
+CONFIG = "SPECULATORS_EXT_METHOD_CONFIG"
+MODEL_LEN = 256
+
+
+class Engine:
+    """One SGLang engine in a process of its own: a failing engine kills its parent.
+
+    Args:
+        log: where the engine's output goes.
+        options: arguments of ``sglang.Engine`` beyond those every test shares.
+        environment: further variables of the process.
+    """
+
+    def __init__(self, log: Path, options: dict[str, Any], environment: dict[str, str]) -> None:
+        shared = {
+            "device": "cpu",
+            "attention_backend": "torch_native",
+            "dtype": "float32",
+            "context_length": MODEL_LEN,
+            "max_total_tokens": 4096,
+            "max_running_requests": 16,
+            "log_level": "warning",
+            "sleep_on_idle": True,
+        }
+        kept = {name: os.environ[name] for name in os.environ if name != "TRITON_INTERPRET"}
+        command = [sys.executable, str(RUNNER), json.dumps(shared | options)]
+        self._log = log
+        self._process = subprocess.Popen(
+            command,
+            env=kept | {"PYTHONPATH": str(shims), "OMP_NUM_THREADS": "1"} | environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log.open("w"),
+            text=True,
+        )
+        self._answer()
+
+    def _answer(self) -> Any:
+        line = self._process.stdout.readline() if self._process.stdout else ""
+        if not line:
+            end = "\n".join(self._log.read_text().splitlines()[-40:])
+            raise AssertionError(f"the engine is gone; the end of its output:\n{end}")
+        return json.loads(line)
+
+    def do(self, job: str, **arguments: Any) -> Any:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"job": job} | arguments) + "\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def generate(self, prompts: Sequence[Any], params: Any, **options: Any) -> list[dict[str, Any]]:
+        return self.do("generate", prompts=list(prompts), params=params, **options)
+
+    def stop(self) -> None:
+        with suppress(OSError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(timeout=60)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+
+
+class Engines:
+    """Engines by configuration: of plain ones and of ours the one used last, a gigabyte each."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._running: dict[bool, tuple[str, Engine]] = {}
+        self._answers: dict[str, Any] = {}
+        self._count = 0
+
+    def get(
+        self,
+        model: str = "tiny-llama",
+        method_config: dict[str, Any] | None = None,
+        environment: dict[str, str] | None = None,
+        **options: Any,
+    ) -> Engine:
+        from speculators_ext.assets import build
+
+        environment = dict(environment or {})
+        if method_config is not None:
+            environment[CONFIG] = json.dumps(method_config)
+        options["model_path"] = str(build(model))
+        key = json.dumps([options, environment], sort_keys=True)
+        plain = "speculative_algorithm" not in options
+        if plain not in self._running or self._running[plain][0] != key:
+            self._stop(plain)
+            self._count += 1
+            log = self._folder / f"engine{self._count}.log"
+            self._running[plain] = key, Engine(log, options, environment)
+        return self._running[plain][1]
+
+    def plain(self, prompts: Sequence[Any], params: Any, **options: Any) -> list[dict[str, Any]]:
+        """What stock SGLang answers, asked once for the same question."""
+        model = options.pop("model", "tiny-llama")
+        key = json.dumps([model, list(prompts), params, options])
+        if key not in self._answers:
+            self._answers[key] = self.get(model).generate(prompts, params, **options)
+        return self._answers[key]
+
+    def _stop(self, plain: bool) -> None:
+        if plain in self._running:
+            self._running.pop(plain)[1].stop()
+
+    def stop(self) -> None:
+        self._stop(True)
+        self._stop(False)
+
+
+@pytest.fixture(scope="session")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+    found = Engines(tmp_path_factory.mktemp("engines"))
+    yield found
+    found.stop()

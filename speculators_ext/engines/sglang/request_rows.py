@@ -83,7 +83,8 @@ def _needs_each_token_counted(params: Any) -> bool:
 
 def _parse(custom_params: Any) -> RequestOptions:
     try:
-        return RequestOptions.parse(custom_params if isinstance(custom_params, dict) else None)
+        given = custom_params if isinstance(custom_params, dict) else None
+        return RequestOptions.parse(given, where="custom_params")
     except ConfigError as error:
         # The request is already admitted: it must be served, exactly, just without our options.
         logger.warning("%s; the request is served with default options", error)

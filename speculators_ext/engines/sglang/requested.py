@@ -8,7 +8,6 @@ import os
 from typing import TYPE_CHECKING, Any, cast
 
 from speculators_ext.config import (
-    METHODS,
     ConfigError,
     TargetInfo,
     parse_method_config,
@@ -124,8 +123,8 @@ def _num_steps(server_args: Any) -> int:
         steps = DEFAULT_NUM_STEPS if tokens is None else tokens - 1
     if tokens is not None and tokens != steps + 1:
         raise ConfigError(
-            f"--speculative-num-draft-tokens={tokens} does not fit --speculative-num-steps={steps}; "
-            f"accepted: {steps + 1}, a chain's drafts and the token before them; leave one out"
+            f"--speculative-num-draft-tokens={tokens} does not fit --speculative-num-steps={steps};"
+            f" accepted: {steps + 1}, a chain's drafts and the token before them; leave one out"
         )
     try:
         return validate_num_speculative_tokens(steps, server_args.context_length)
@@ -153,7 +152,6 @@ def _check_engine(server_args: Any) -> None:
 _REFUSED = (
     ("speculative_draft_model_path", "the target drafts for itself"),
     ("speculative_use_rejection_sampling", "its acceptance is lossless already"),
-    ("speculative_adaptive", f"use {FLAG} '{{\"adaptive\": true}}', which is the default"),
     ("enable_lora", "draft batches would need an adapter mapping of their own"),
     ("enable_mixed_chunk", "a mixed step carries no drafts"),
     ("enable_two_batch_overlap", "drafts are not split"),
@@ -178,6 +176,3 @@ def _check_flags(server_args: Any) -> None:
         raise ConfigError(
             f"--attention-backend={backend} is not supported by CLASP; accepted: torch_native"
         )
-
-
-assert "clasp" in METHODS

@@ -17,6 +17,7 @@ from speculators_ext.engines.sglang.chains import BonusInput, chain_verify_input
 from speculators_ext.engines.sglang.clasp.drafting import decode_batch, draft_logits, search_set
 from speculators_ext.engines.sglang.clasp.round_clock import RoundClock
 from speculators_ext.engines.sglang.clasp.target_layers import TargetLayers
+from speculators_ext.engines.sglang.log import logger
 from speculators_ext.engines.sglang.request_rows import KnownRequests
 from speculators_ext.engines.sglang.requested import clasp_settings
 from speculators_ext.proposers.drafting import clamp_ids, exit_mask
@@ -58,6 +59,12 @@ class ClaspWorker(BaseSpecWorker):
         self._known = KnownRequests(tail=self._config.search_window)
         self._clock = RoundClock(
             self._most, self._config.refresh_interval, adaptive=self._config.adaptive
+        )
+        logger.info(
+            "Speculative algorithm CLASP (speculators-ext) is on: up to %d drafts a round, %s, "
+            "lossless.",
+            self._most,
+            ", ".join(f"{k}={v}" for k, v in self._config.model_dump(exclude_none=True).items()),
         )
 
     def forward_batch_generation(

@@ -83,7 +83,7 @@ def assign_draft_cache_locs_contiguous_cpu(
 def fill_bonus_tokens_cpu(
     accept_tokens: Tensor, accept_lens: Tensor, bonus_tokens: Tensor, accept_stride: int
 ) -> None:
-    """Write each request's last accepted token, ``accept_lens`` counting it, to ``bonus_tokens``."""
+    """Write each request's last accepted token to ``bonus_tokens``; ``accept_lens`` count it."""
     last = torch.arange(accept_lens.shape[0]) * accept_stride + accept_lens - 1
     bonus_tokens.copy_(accept_tokens.reshape(-1)[last])
 

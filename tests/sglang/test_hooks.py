@@ -1,0 +1,60 @@
+"""What we rely on in SGLang is probed, and we stand aside where it is not there."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from speculators_ext.engines.sglang import hooks, plugin
+from speculators_ext.engines.source_probe import Expectation
+
+
+def test_everything_expected_is_there():
+    """Catches an expectation that does not hold in the version the package is made for."""
+    assert hooks.find_problem() is None
+
+
+@pytest.mark.parametrize(
+    "missing",
+    [
+        Expectation("sglang.srt.speculative.eagle_utils", "eagle_sample", ("no_such_argument",)),
+        Expectation("sglang.srt.speculative.no_such_module", "anything"),
+    ],
+    ids=["signature", "module"],
+)
+def test_a_mismatch_is_one_line_and_no_algorithm(monkeypatch, caplog, missing):
+    """Catches an adapter set on an SGLang it does not fit, and an exception in a plugin."""
+    monkeypatch.setattr(hooks, "_EXPECTED", (*hooks._EXPECTED, missing))
+    monkeypatch.setattr(hooks, "install", lambda: pytest.fail("installed all the same"))
+    with caplog.at_level("ERROR", logger="sglang.speculators_ext"):
+        plugin.register()
+    [record] = caplog.records
+    assert missing.module in record.getMessage()
+    assert "tested with SGLang 0.5.23" in record.getMessage()
+
+
+def test_registering_never_raises(monkeypatch, caplog):
+    """Catches a plugin whose failure fills the log of those who never use it with a crash."""
+
+    def broken():
+        raise OSError("disk full")
+
+    monkeypatch.setattr(hooks, "install", broken)
+    plugin.register()
+    assert "unavailable" in caplog.text
+
+
+def test_without_an_algorithm_of_ours_attention_is_sglangs():
+    """Catches hooks that act on plain decoding: a GPU host must not even have them."""
+    code = (
+        "from speculators_ext.engines.sglang import hooks\n"
+        "hooks.find_gpu = lambda: 'an NVIDIA GPU'\n"
+        "hooks.install()\n"
+        "from sglang.srt.plugins.hook_registry import HookRegistry\n"
+        "print(*HookRegistry._hooks)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["sglang.srt.server_args.ServerArgs.add_cli_args"]
