@@ -13,15 +13,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
 import triton
 import triton.language as tl
 
 from speculators_ext.kernels.accept_drawn_tree import draw_rest, sum_rest
 from speculators_ext.kernels.accept_tree import new_acceptance
-from speculators_ext.kernels.tree_checks import check_chain, check_per_row, check_vocab_rows
+from speculators_ext.kernels.tree_checks import check_chain, checked_laws
 
 if TYPE_CHECKING:
+    import torch
+
     from speculators_ext.kernels.accept_tree_ref import TreeAcceptance
 
 __all__ = ["accept_block"]
@@ -109,27 +110,12 @@ def accept_block(
         ValueError: a shape, dtype, device or stride does not fit; says what was expected.
     """
     check_chain(tokens, cu_nodes, max_depth)
-    num_nodes, num_reqs, device = tokens.shape[0], cu_nodes.shape[0] - 1, tokens.device
-    probs = {"target_probs": target_probs, "draft_probs": draft_probs}
-    check_vocab_rows(probs, num_nodes, device)
-    check_per_row({"accept_uniform": accept_uniform}, num_nodes, torch.float32, device)
-    check_per_row({"token_uniform": token_uniform}, num_reqs, torch.float32, device)
+    laws = checked_laws(tokens, cu_nodes, target_probs, draft_probs, accept_uniform, token_uniform)
     out = new_acceptance(cu_nodes, max_depth)
-    if num_reqs > 0:
-        _accept_block_kernel[(num_reqs,)](
-            *out,
-            tokens,
-            cu_nodes,
-            target_probs,
-            target_probs.stride(0),
-            draft_probs,
-            draft_probs.stride(0),
-            accept_uniform,
-            token_uniform,
-            target_probs.shape[1],
-            max_depth,
+    if out.bonus.shape[0] > 0:
+        _accept_block_kernel[(out.bonus.shape[0],)](
+            *out, tokens, cu_nodes, *laws, max_depth,
             BLOCK_P=triton.next_power_of_2(max_depth + 1),
-            BLOCK_V=_BLOCK_V,
-            num_warps=8,
-        )
+            BLOCK_V=_BLOCK_V, num_warps=8,
+        )  # fmt: skip
     return out

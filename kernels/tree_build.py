@@ -288,7 +288,7 @@ def _check_expand(
             require(tensor.is_contiguous(), f"frontier.{name}", "contiguous", tensor.stride())
         given |= frontier._asdict()
     if draft_to_target is not None:
-        elements = (logits.shape[1], torch.int64)
-        got = (draft_to_target.numel(), draft_to_target.dtype)
-        require(got == elements, "draft_to_target elements and dtype", elements, got)
+        expected = ((logits.shape[1],), torch.int64)
+        got = (tuple(draft_to_target.shape), draft_to_target.dtype)
+        require(got == expected, "draft_to_target shape and dtype", expected, got)
     check_placement(given, candidates.scores.device)

@@ -30,7 +30,6 @@ __all__ = [
     "expand_frontier_ref",
     "level_columns",
     "make_candidates",
-    "ragged_rows",
     "rerank_candidates_ref",
 ]
 
@@ -79,18 +78,6 @@ def make_candidates(num_reqs: int, depth: int, topk: int, device: torch.device) 
         torch.full(shape, -math.inf, device=device),
         torch.full(shape, -1, dtype=torch.int32, device=device),
     )
-
-
-def ragged_rows(cu_nodes: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(request, row in it), int64 [num_rows] each: ``padded[request, row]`` is the flat form.
-
-    ``cu_nodes`` is [R + 1], R at least 1. Nothing is read back. Rows from ``cu_nodes[R]`` on count
-    on past the last request's end.
-    """
-    flat = torch.arange(num_rows, device=cu_nodes.device)
-    request = torch.searchsorted(cu_nodes.long(), flat, right=True) - 1
-    request.clamp_(max=cu_nodes.shape[0] - 2)
-    return request, flat - cu_nodes[request]
 
 
 def expand_frontier_ref(

@@ -6,7 +6,7 @@ import torch
 
 from speculators_ext.kernels.checks import check_placement, require
 
-__all__ = ["check_chain", "check_per_row", "check_tree", "check_vocab_rows"]
+__all__ = ["check_chain", "check_per_row", "check_tree", "check_vocab_rows", "checked_laws"]
 
 _MAX_NODES = 4096  # of a request: a program holds them all in registers
 
@@ -57,3 +57,23 @@ def check_vocab_rows(given: dict[str, torch.Tensor], num_rows: int, device: torc
         require(got == expected, f"{name} shape", expected, got)
         require(tensor.dtype in floats, f"{name} dtype", floats, tensor.dtype)
     check_placement(given, device)
+
+
+def checked_laws(
+    tokens: torch.Tensor,
+    cu_nodes: torch.Tensor,
+    target_probs: torch.Tensor,
+    draft_probs: torch.Tensor,
+    accept_uniform: torch.Tensor,
+    token_uniform: torch.Tensor,
+) -> tuple[torch.Tensor | int, ...]:
+    """What kernels that judge drafts by their law take of the laws and the noise, checked."""
+    num_nodes, num_reqs, device = tokens.shape[0], cu_nodes.shape[0] - 1, tokens.device
+    probs = {"target_probs": target_probs, "draft_probs": draft_probs}
+    check_vocab_rows(probs, num_nodes, device)
+    check_per_row({"accept_uniform": accept_uniform}, num_nodes, torch.float32, device)
+    check_per_row({"token_uniform": token_uniform}, num_reqs, torch.float32, device)
+    return (
+        target_probs, target_probs.stride(0), draft_probs, draft_probs.stride(0),
+        accept_uniform, token_uniform, target_probs.shape[1],
+    )  # fmt: skip

@@ -147,7 +147,7 @@ def _check_rerank(
         ("root_tokens", root_tokens, torch.int64),
         ("max_rows", max_rows, torch.int32),
     ):
-        expected, got = (num_reqs, dtype), (tensor.numel(), tensor.dtype)
-        require(got == expected, f"{name} elements and dtype", expected, got)
+        expected, got = ((num_reqs,), dtype), (tuple(tensor.shape), tensor.dtype)
+        require(got == expected, f"{name} shape and dtype", expected, got)
     given = {**candidates._asdict(), "root_tokens": root_tokens, "max_rows": max_rows}
     check_placement(given, candidates.scores.device)

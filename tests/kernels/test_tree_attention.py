@@ -16,15 +16,12 @@ import torch
 
 from speculators_ext.kernels.merge_attention import merge_attention
 from speculators_ext.kernels.packed_attention_ref import DequantScales
-from speculators_ext.kernels.tree_attention import choose_splits, tree_attention
-from speculators_ext.kernels.tree_attention_ref import (
-    LocalRows,
-    TreeBatch,
-    tree_attention_paged_ref,
-)
+from speculators_ext.kernels.tree_attention import tree_attention
+from speculators_ext.kernels.tree_attention_ref import LocalRows, TreeBatch
+from speculators_ext.kernels.tree_attention_ref import tree_attention_paged_ref as paged_ref
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-IMPLEMENTATIONS = {"ref": tree_attention_paged_ref, "triton": tree_attention}
+IMPLEMENTATIONS = {"ref": paged_ref, "triton": tree_attention}
 # Absolute, for values of order 1: float32 sums of some hundred terms; float16 weights and output
 # are each rounded to 2**-11.
 TOLERANCES = {torch.float32: 5e-6, torch.float16: 3e-3, torch.bfloat16: 2e-2}
@@ -118,9 +115,8 @@ def make_call(shape: Shape, dtype: torch.dtype, *, sharpness: float = 1.0) -> di
 
 def arguments(call: dict[str, Any]) -> dict[str, Any]:
     """Keyword arguments: the fields of the trees are one."""
-    trees = {name: call[name] for name in TreeBatch._fields}
-    rest = {name: part for name, part in call.items() if name not in trees}
-    return {**rest, "trees": TreeBatch(**trees)}
+    rest = {name: part for name, part in call.items() if name not in TreeBatch._fields}
+    return {**rest, "trees": TreeBatch(*(call[name] for name in TreeBatch._fields))}
 
 
 def run(attend: Any, call: dict[str, Any], **changes: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -382,18 +378,10 @@ def test_a_prefix_shared_by_programs(name: str, num_splits: int) -> None:
     assert_close(lse, expected_lse, TOLERANCES[torch.float32])
 
 
-@pytest.mark.parametrize(
-    ("num_reqs", "max_prefix_len", "expected"), [(1, 32768, 32), (1, 100, 1), (64, 32768, 1)]
-)
-def test_splits_fill_a_gpu(num_reqs: int, max_prefix_len: int, expected: int) -> None:
-    """Catches a long prefix read by eight programs, and a short one by hundreds."""
-    assert choose_splits(num_reqs, 8, max_prefix_len, 132) == expected
-
-
 def test_no_rows_is_no_launch() -> None:
     """Catches a grid of size 0, which a GPU refuses."""
-    call = make_call(Shape((4,), (0,)), torch.float32)
-    assert tree_attention(**arguments(call), num_splits=2).shape == (0, 4, 64)
+    call = arguments(make_call(Shape((4,), (0,)), torch.float32))
+    assert tree_attention(**call, num_splits=2).shape == (0, 4, 64)
 
 
 def test_the_cascade_is_the_fused_form() -> None:
@@ -402,8 +390,7 @@ def test_the_cascade_is_the_fused_form() -> None:
     call = make_call(shape, torch.float32)
     fused, fused_lse = run(tree_attention, call)
     tree, tree_lse = run(tree_attention, call, with_prefix=False)
-    nobody = {"mask_words": torch.zeros_like(call["mask_words"])}
-    prefix, prefix_lse = run(tree_attention, call, **nobody)
-    out, lse = merge_attention(prefix, prefix_lse, tree, tree_lse)
+    nobody = torch.zeros_like(call["mask_words"])
+    out, lse = merge_attention(*run(tree_attention, call, mask_words=nobody), tree, tree_lse)
     torch.testing.assert_close(out, fused, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(lse, fused_lse, atol=1e-5, rtol=1e-5)

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from speculators_ext.kernels.tree_attention import choose_splits
 from speculators_ext.kernels.tree_attention_ref import (
     tree_attention_ref,
     tree_bias,
@@ -77,3 +78,11 @@ def test_words_are_bits_from_the_lowest():
     words = torch.tensor([[1, 0], [-(2**31), 0], [2, 5]], dtype=torch.int32)
     rows = [mask.nonzero().flatten().tolist() for mask in unpack_mask(words, 40)]
     assert rows == [[0], [31], [1, 32, 34]]
+
+
+@pytest.mark.parametrize(
+    ("num_reqs", "max_prefix_len", "expected"), [(1, 32768, 32), (1, 100, 1), (64, 32768, 1)]
+)
+def test_splits_fill_a_gpu(num_reqs: int, max_prefix_len: int, expected: int) -> None:
+    """Catches a long prefix read by eight programs, and a short one by hundreds."""
+    assert choose_splits(num_reqs, 8, max_prefix_len, 132) == expected
