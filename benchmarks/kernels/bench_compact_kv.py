@@ -44,18 +44,27 @@ SHAPES = (
 )
 
 
-def make_trial(shape: Shape, device: str) -> kernel_bench.Trial:
-    """Caches as [2, blocks, block, heads, head_size]; a request's last blocks hold its tree."""
-    torch.manual_seed(0)
-    per_request = 8  # blocks; those of the prefix are never touched and stand for any
+def make_caches(shape: Any, device: str) -> tuple[list[torch.Tensor], CacheTable, torch.Tensor]:
+    """A [2, blocks, block, heads, head_size] a layer, their table, and the requests' blocks.
+
+    A request has 8 blocks; those of its prefix are never touched, and any stand for them.
+    """
+    per_request = 8
     inner = (shape.num_reqs * per_request, BLOCK_SIZE, shape.heads, shape.head_size)
     layers = [torch.randn(2, *inner, device=device).bfloat16() for _ in range(shape.layers)]
-    table = CacheTable.of([view for layer in layers for view in layer])
     blocks = torch.randperm(inner[0], device=device).to(torch.int32).view(shape.num_reqs, -1)
     last = PREFIX_LEN // BLOCK_SIZE + per_request
+    table = CacheTable.of([view for layer in layers for view in layer])
+    return layers, table, blocks.repeat(1, -(-last // per_request))
+
+
+def make_trial(shape: Shape, device: str) -> kernel_bench.Trial:
+    """Every request accepts three nodes."""
+    torch.manual_seed(0)
+    layers, table, block_table = make_caches(shape, device)
     path = [0, 2, 5, 11] if shape.moves else [0, 1, 2, 3]
     call = {
-        "block_table": blocks.repeat(1, -(-last // per_request)),
+        "block_table": block_table,
         "prefix_lens": torch.full((shape.num_reqs,), PREFIX_LEN, device=device),
         "path": torch.tensor([path] * shape.num_reqs, dtype=torch.int32, device=device),
         "num_accepted": torch.full((shape.num_reqs,), ACCEPTED, dtype=torch.int32, device=device),

@@ -35,6 +35,7 @@ class Trial(NamedTuple):
     triton: Callable[[], Any]
     fault: Callable[[], str]  # what the kernel gets wrong; "" if nothing
     num_bytes: int = 0  # that have to be read and written; 0: not a matter of bandwidth
+    step_ms: float = 0.0  # what the rest of an engine's step takes at least; 0: not known
 
 
 def difference(
@@ -96,6 +97,8 @@ def measure(op: str, shape: Any, trial: Trial, *, check: bool) -> list[dict[str,
             row = {**shared, "provider": provider, **quantiles_ms(call)}
             if trial.num_bytes:
                 row["gigabytes_per_s"] = trial.num_bytes / row["median_ms"] / 1e6
+            if trial.step_ms:
+                row["share_of_step"] = row["median_ms"] / (row["median_ms"] + trial.step_ms)
             rows.append(row)
         elif check:
             note = "smoke test: checked in the interpreter, not timed"
@@ -115,13 +118,14 @@ def run(
         for place, shape in enumerate(shapes)
         for row in measure(op, shape, make_trial(shape, DEVICE), check=place == 0)
     ]
-    table = Table("shape", "provider", "median ms", "p90 ms", "GB/s", title=op)
+    table = Table("shape", "provider", "median ms", "p90 ms", "GB/s", "of a step", title=op)
     for row in rows:
         times = [
             f"{row[key]:.3f}" if key in row else "not timed" for key in ("median_ms", "p90_ms")
         ]
         speed = f"{row['gigabytes_per_s']:.1f}" if "gigabytes_per_s" in row else ""
-        table.add_row(row["name"], row["provider"], *times, speed)
+        share = f"{row['share_of_step']:.2%}" if "share_of_step" in row else ""
+        table.add_row(row["name"], row["provider"], *times, speed, share)
     Console().print(table)
     if not torch.cuda.is_available():
         Console().print("No GPU: ref is the CPU path, timed; the kernel was only checked.")

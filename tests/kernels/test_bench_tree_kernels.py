@@ -34,6 +34,7 @@ def off_by_one(right: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, 
 WRONG = {
     "accept_block": ("accept_block", "accept_block_ref", shift("bonus")),
     "accept_drawn_tree": ("accept_drawn_tree", "accept_drawn_tree_ref", shift("path")),
+    "accept_rollback_share": ("gather_rows", "gather_rows_ref", shift("positions")),
     "accept_tree": ("accept_tree", "accept_tree_ref", shift("num_accepted")),
     "compact_kv": ("compact_kv", None, None),
     "merge_attention": ("merge_attention", "merge_attention_ref", off_by_one),
@@ -92,3 +93,27 @@ def test_without_a_gpu_only_the_reference_claims_a_time(
     assert "median_ms" not in kernel
     assert "not timed" in kernel["note"]
     assert {"gpu", "git", "torch", "triton"} <= ref.keys() & kernel.keys()
+
+
+@pytest.mark.parametrize("kernel", ["accept_tree", "compact_kv", "gather_rows"])
+def test_the_share_is_not_told_of_a_wrong_part(
+    kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a share of a step whose caches were not moved, or whose path is another."""
+    bench = load("accept_rollback_share")
+    ref = getattr(bench, f"{kernel}_ref")
+    wrong = {"accept_tree": shift("num_accepted"), "gather_rows": shift("rows")}.get(kernel)
+    spoiled = (lambda *call, **named: wrong(ref(*call, **named))) if wrong else lambda *call: None
+    monkeypatch.setattr(bench, kernel, spoiled)
+    monkeypatch.setattr(bench, "SHAPES", bench.SHAPES[:1])
+    with pytest.raises(SystemExit, match="not timed"):
+        bench.main(None)
+
+
+def test_a_share_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a share of the rest of a step taken for one of the whole."""
+    bench = load("accept_rollback_share")
+    monkeypatch.setattr(bench.kernel_bench, "quantiles_ms", lambda call: {"median_ms": 1.0})
+    trial = bench.kernel_bench.Trial(None, None, lambda: "", step_ms=99.0)
+    rows = bench.kernel_bench.measure("op", bench.SHAPES[0], trial, check=False)
+    assert {row["share_of_step"] for row in rows} == {0.01}
