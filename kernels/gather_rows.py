@@ -150,7 +150,7 @@ def _check(
         "bonus": (bonus, num_reqs, i64),
     }
     for name, (tensor, elements, dtypes) in given.items():
-        require(tensor.numel() == elements, f"{name} elements", elements, tensor.numel())
+        require(tensor.shape == (elements,), f"{name} shape", (elements,), tuple(tensor.shape))
         require(tensor.dtype in dtypes, f"{name} dtype", dtypes, tensor.dtype)
     require(path.dtype == torch.int32, "path dtype", torch.int32, path.dtype)
     placed = {name: tensor for name, (tensor, _, _) in given.items()}

@@ -39,7 +39,7 @@ def _merge_attention_kernel(  # type: ignore[no-untyped-def]
     head_size,
     BLOCK_D: tl.constexpr,  # head_size, padded to a power of two
 ) -> None:
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     lse_a = tl.load(lse_a_ptr + row * lse_a_row_stride + head)
     lse_b = tl.load(lse_b_ptr + row * lse_b_row_stride + head)
     largest = tl.maximum(lse_a, lse_b)
@@ -138,8 +138,8 @@ def _merge_parts_kernel(  # type: ignore[no-untyped-def]
     BLOCK_S: tl.constexpr,  # parts, padded to a power of two
     BLOCK_D: tl.constexpr,  # head_size, likewise
 ) -> None:
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    part = tl.arange(0, BLOCK_S)
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    part = tl.arange(0, BLOCK_S).to(tl.int64)
     at = part * lses_part_stride + row * lses_row_stride + head
     lses = tl.load(lses_ptr + at, mask=part < num_parts, other=float("-inf"))
     largest = tl.max(lses)

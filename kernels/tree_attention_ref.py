@@ -52,6 +52,7 @@ class TreeBatch(NamedTuple):
         prefix_lens: int32 or int64 [R], positions each request has before its tree; may be 0.
         cu_nodes: int32 [R + 1], request r owns query rows cu_nodes[r] to cu_nodes[r + 1].
         mask_words: int32 [N, W]; bit j of word k: the row sees tree row 32 k + j of its request.
+            W words have a bit for every tree row; unchecked where these are not the query rows.
         max_nodes: the most query rows of a request, known to the host.
         depths: int32 [N], needed with a sliding window: a row's position less its request's prefix.
     """

@@ -108,9 +108,13 @@ def _check(
     require(cu_nodes.dtype == torch.int32, "cu_nodes dtype", torch.int32, cu_nodes.dtype)
     integers = (torch.int32, torch.int64)
     require(prefix_lens.dtype in integers, "prefix_lens dtype", integers, prefix_lens.dtype)
-    num_reqs = prefix_lens.shape[0]
-    require(len(cu_nodes) == num_reqs + 1, "cu_nodes elements", num_reqs + 1, len(cu_nodes))
-    num_rows = parents.shape[0]
+    num_rows, num_reqs = len(parents), len(prefix_lens)
+    for name, tensor, length in (
+        ("parents", parents, num_rows),
+        ("cu_nodes", cu_nodes, num_reqs + 1),
+        ("prefix_lens", prefix_lens, num_reqs),
+    ):
+        require(tensor.shape == (length,), f"{name} shape", (length,), tuple(tensor.shape))
     shapes = ((num_rows, num_words), (num_rows,), (num_rows,))
     dtypes = (torch.int32, torch.int32, torch.int64)
     for (name, tensor), shape, dtype in zip(out._asdict().items(), shapes, dtypes, strict=True):

@@ -124,7 +124,8 @@ def test_the_reference_refuses_a_tree_of_more_rows_than_bits() -> None:
     ("changes", "message"),
     [
         ({"parents": ints([-1], torch.int64)}, "parents dtype"),
-        ({"cu_nodes": ints([0])}, "cu_nodes elements: expected 2"),
+        ({"cu_nodes": ints([0])}, r"cu_nodes shape: expected \(2,\)"),
+        ({"parents": ints([-1])[:, None]}, "parents shape"),
         ({"prefix_lens": ints([0]).float()}, "prefix_lens dtype"),
         ({"num_words": 0}, "num_words: expected at least 1"),
         ({"prefix_lens": ints([0]).to("meta")}, "prefix_lens device"),
