@@ -19,7 +19,7 @@ from speculators_ext.engines.vllm.cache_groups import group_of_layers
 from speculators_ext.engines.vllm.clasp.drafting import LayerSkippingSpeculator
 from speculators_ext.engines.vllm.clasp.layer_walk import LayerWalk
 from speculators_ext.engines.vllm.clasp.skip_search import SearchRows, SkipSearch
-from speculators_ext.engines.vllm.drafts import UNUSED_DRAFT, room_left
+from speculators_ext.engines.vllm.drafts import UNUSED_DRAFT, make_unused_certain, room_left
 from speculators_ext.engines.vllm.log import logger, warn_untried_on_gpus
 from speculators_ext.engines.vllm.ranks import decided_on_rank_0
 from speculators_ext.engines.vllm.request_options import DEFAULT_OPTIONS
@@ -138,8 +138,8 @@ class ClaspSpeculator(LayerSkippingSpeculator):
         depth = decided_on_rank_0(self._clock.depth(int((num_sampled > 0).sum())))
         limits = [min(limit, depth) for limit in limits]
         rows = [row for row, limit in enumerate(limits) if limit > 0]
-        if self._async:
-            self._make_unused_drafts_certain(input_batch)
+        if self._async and self.draft_logits is not None:
+            make_unused_certain(self.draft_logits, input_batch.idx_mapping)
         if rows:
             self._copy_request_inputs(num_reqs, input_batch.idx_mapping, temperature, seeds)
             positions = input_batch.seq_lens[:num_reqs].long() - num_rejected[:num_reqs].long()
@@ -152,15 +152,6 @@ class ClaspSpeculator(LayerSkippingSpeculator):
         self._search.count_round()
         self._clock.end(input_batch, num_sampled, limits)
         return drafts
-
-    def _make_unused_drafts_certain(self, input_batch: InputBatch) -> None:
-        """Give unused slots, which async scheduling verifies too, the law of the id they carry.
-
-        Their id is 0; only a one-hot distribution on it keeps p/q acceptance lossless.
-        """
-        if self.draft_logits is not None:
-            self.draft_logits[input_batch.idx_mapping] = float("-inf")
-            self.draft_logits[input_batch.idx_mapping, :, 0] = 0.0
 
     def _draft_limits(
         self,
