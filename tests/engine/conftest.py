@@ -49,6 +49,14 @@ def eagle2_config(head: str = "tiny-llama-eagle3", **options: Any) -> dict[str, 
     }
 
 
+def mtp_reuse_config(**options: Any) -> dict[str, Any]:
+    stock = {"num_speculative_tokens": K}
+    for key in ("num_speculative_tokens", "draft_sample_method"):
+        if key in options:
+            stock[key] = options.pop(key)
+    return {"method": "mtp_reuse", "method_config": {"adaptive": False} | options, **stock}
+
+
 @dataclass
 class Engine:
     """An `LLM` and what tests ask of it."""
@@ -227,5 +235,57 @@ def make_eagle2_twins(engines: Engines) -> Any:
         alike = alike or {}
         plain = engines.get(**alike)
         return Twins(plain, engines.get(eagle2_config(**(options or {})), **alike, **changes))
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def make_mtp_reuse_twins(engines: Engines) -> Any:
+    """The same for mtp_reuse, on a tiny trained model where `alike` names none."""
+
+    def make(
+        options: dict[str, Any] | None = None,
+        *,
+        alike: dict[str, Any] | None = None,
+        **changes: Any,
+    ) -> Twins:
+        alike = {"model": "mimo-tiny-mtp"} | (alike or {})
+        plain = engines.get(**alike)
+        return Twins(plain, engines.get(mtp_reuse_config(**(options or {})), **alike, **changes))
+
+    return make
+
+
+@pytest.fixture(scope="session", params=["eagle2", "mtp_reuse", "mtp_reuse-tree"])
+def make_head_twins(
+    request: pytest.FixtureRequest, make_eagle2_twins: Any, make_mtp_reuse_twins: Any
+) -> Any:
+    """The same for every method that drafts with a head, given eagle2's options."""
+    if request.param == "eagle2":
+        return make_eagle2_twins
+    shape = {"num_speculative_tokens": 8, "topk": 3, "depth": 3}
+
+    def make(options: dict[str, Any] | None = None, **engine: Any) -> Twins:
+        own = options or {}
+        if request.param == "mtp_reuse-tree":
+            own = shape | own
+        if own.get("topk", 1) == 1 or request.param == "mtp_reuse":
+            own = {key: value for key, value in own.items() if key not in ("topk", "depth")}
+        return make_mtp_reuse_twins(own, **engine)
+
+    return make
+
+
+@pytest.fixture(scope="session", params=["eagle2", "mtp_reuse"])
+def make_tree_twins(
+    request: pytest.FixtureRequest, make_eagle2_twins: Any, make_mtp_reuse_twins: Any
+) -> Any:
+    """The same for every method that drafts trees, of one size."""
+    if request.param == "eagle2":
+        return make_eagle2_twins
+
+    def make(options: dict[str, Any] | None = None, **engine: Any) -> Twins:
+        shape = {"num_speculative_tokens": 12, "topk": 3, "depth": 4}
+        return make_mtp_reuse_twins(shape | (options or {}), **engine)
 
     return make

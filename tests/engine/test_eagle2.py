@@ -1,4 +1,4 @@
-"""Eagle2 with a head that guesses right now and then: the answer is plain decoding's."""
+"""Heads that guess right now and then: the answer is plain decoding's, chains and trees."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def tokens(length: int, start: int) -> dict[str, list[int]]:
 
 
 @pytest.fixture(scope="module")
-def twins(make_eagle2_twins: Any) -> Any:
-    return make_eagle2_twins()
+def twins(make_head_twins: Any) -> Any:
+    return make_head_twins()
 
 
 def accepted(twins: Any, prompts: list[Any], params: Any) -> int:
@@ -81,12 +81,12 @@ def test_other_targets(make_eagle2_twins: Any, target: str, head: str) -> None:
 
 def test_best_chains_beside_trees(twins: Any) -> None:
     """Catches a request with penalties, bad words or a grammar verified as a tree."""
-    free = twins.plain.remembered(PROMPTS[:1], greedy())[0].outputs[0].text
+    words = twins.plain.remembered(PROMPTS[:1], greedy())[0].outputs[0].text.split()
     options: list[dict[str, Any]] = [
         {"frequency_penalty": 2.0},
         {"presence_penalty": -1.5},
         {"repetition_penalty": 1.1},
-        {"bad_words": [free[2:4], free[6:8]]},
+        {"bad_words": [words[0][:2], words[-1][:2]]},
         {"allowed_token_ids": list(range(40, 90))},
         {},
     ]
@@ -96,33 +96,33 @@ def test_best_chains_beside_trees(twins: Any) -> None:
     assert len({output.outputs[0].text for output in got}) >= 5
 
 
-def test_seeds_and_several_completions(twins: Any) -> None:
+def test_seeds_and_several_completions(make_tree_twins: Any) -> None:
     """Catches noise that depends on the tree, on the neighbours or on the completion's number."""
     params = greedy(24, n=3, temperature=1.0, seed=7)
-    got = twins.check(PROMPTS[:2], params)
+    got = make_tree_twins().check(PROMPTS[:2], params)
     assert all(len({c.text for c in output.outputs}) == 3 for output in got)
 
 
-def test_preemption_with_few_blocks(make_eagle2_twins: Any) -> None:
+def test_preemption_with_few_blocks(make_head_twins: Any) -> None:
     """Catches a tree, or a copy of the prefix, that outlives a preemption."""
-    twins = make_eagle2_twins(num_gpu_blocks_override=16, max_num_seqs=8)
+    twins = make_head_twins(num_gpu_blocks_override=16, max_num_seqs=8)
     prompts = [tokens(40 + n, start=n) for n in range(8)]
     before = twins.clasp.counters()["preemptions"]
     twins.check(prompts, [as_json(40) if n % 4 == 3 else greedy(40) for n in range(8)])
     assert twins.clasp.counters()["preemptions"] > before, "no request was preempted"
 
 
-def test_chunked_prefill_cuts_trees(make_eagle2_twins: Any) -> None:
+def test_chunked_prefill_cuts_trees(make_head_twins: Any) -> None:
     """Catches a tree the scheduler cut to a prefix of its rows verified in its full shape."""
-    twins = make_eagle2_twins(max_num_batched_tokens=48, max_num_seqs=6)
+    twins = make_head_twins(max_num_batched_tokens=48, max_num_seqs=6)
     prompts = [tokens(n, start=n) for n in (130, 7, 95, 49, 48, 47)]
     twins.check(prompts, greedy(24))
 
 
-def test_up_to_the_model_length(make_eagle2_twins: Any) -> None:
+def test_up_to_the_model_length(make_head_twins: Any) -> None:
     """Catches a node past max_model_len: a crash, a token too many, or one too few."""
     limit = 64
-    twins = make_eagle2_twins(alike={"max_model_len": limit})
+    twins = make_head_twins(alike={"max_model_len": limit})
     prompts = [tokens(1, 1), *(tokens(n, start=n) for n in range(limit - 6, limit))]
     got = twins.check(prompts, greedy(limit))
     for prompt, output in zip(prompts, got, strict=True):
@@ -136,16 +136,16 @@ def test_block_edges_and_the_prefix_cache(twins: Any) -> None:
     twins.check(prompts, greedy(12))
 
 
-def test_one_node_and_one_level(make_eagle2_twins: Any) -> None:
+def test_one_node_and_one_level(make_head_twins: Any) -> None:
     """Catches buffers sized for more than one request, one node or one level."""
     one = {"num_speculative_tokens": 1, "depth": 1, "topk": 1}
-    make_eagle2_twins(one, max_num_seqs=1).check(PROMPTS, greedy(12))
+    make_head_twins(one, max_num_seqs=1).check(PROMPTS, greedy(12))
 
 
-def test_many_nodes(make_eagle2_twins: Any) -> None:
+def test_many_nodes(make_head_twins: Any) -> None:
     """Catches masks and offsets that hold a word of nodes only."""
     many = {"num_speculative_tokens": 100, "depth": 3, "topk": 8}
-    make_eagle2_twins(many).check(PROMPTS, greedy(24))
+    make_head_twins(many).check(PROMPTS, greedy(24))
 
 
 def test_switched_off_and_capped(twins: Any) -> None:

@@ -1,22 +1,31 @@
-"""The long proofs of exactness: hundreds of varied prompts on a real model, three concurrencies."""
+"""The long proofs of exactness: hundreds of varied prompts on a trained model, three concurrencies.
+
+``clasp`` and ``eagle2`` answer chat questions on SmolLM2, ``mtp_reuse`` continues code on a tiny
+DeepSeek-V3 (latent attention, experts) with an MTP module.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 pytestmark = [pytest.mark.engine, pytest.mark.full, pytest.mark.timeout(7200)]
 
 MAX_TOKENS = 32
 TIE = 1e-4  # a wider batch rounds differently: where plain's two best logits tie, either is right
-MODEL = "smollm2-135m-instruct"
+SMOLLM2, DEEPSEEK = "smollm2-135m-instruct", "deepseek-v3-tiny-mtp"
 # Fewer prompts for a quick look; the numbers below are the proof.
 LIMIT = int(os.environ.get("SPECULATORS_EXT_PROOF_PROMPTS", "500"))
 CASES = {
     "clasp": (
+        SMOLLM2,
         200,
         {
             "num_speculative_tokens": 4,
@@ -24,18 +33,24 @@ CASES = {
         },
     ),
     "eagle2": (
+        SMOLLM2,
         500,
         {
-            "model": f"{MODEL}-eagle3",
+            "model": f"{SMOLLM2}-eagle3",
             "num_speculative_tokens": 12,
             "method_config": {"depth": 4, "topk": 4, "adaptive": False},
         },
+    ),
+    "mtp_reuse": (
+        DEEPSEEK,
+        300,
+        {"num_speculative_tokens": 4, "method_config": {"adaptive": False}},
     ),
 }
 REPORTS = Path("out")
 
 
-def _engine(speculative_config: dict | None):
+def _engine(model: str, speculative_config: dict | None):
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -43,8 +58,11 @@ def _engine(speculative_config: dict | None):
 
     from speculators_ext.assets import build
 
+    # Latent attention in fp32 needs vLLM's reference kernel on a CPU.
+    latent = {"attention_config": {"backend": "CPU_MLA"}, "block_size": 16}
     return LLM(
-        str(build(MODEL)),
+        str(build(model)),
+        **(latent if model == DEEPSEEK else {}),
         dtype="float32",
         enforce_eager=True,
         max_model_len=1024,
@@ -70,52 +88,60 @@ def _margin(plain, position: int) -> float:
     return best[0] - best[1]
 
 
-@pytest.fixture(scope="module")
-def prompts() -> list[str]:
-    """Chat prompts: the mixed set and HumanEval first, then those asked in other words."""
+def _prompts(model: str) -> list[str]:
+    """Chat prompts: the mixed set and HumanEval first, then those asked in other words; or code."""
     from transformers import AutoTokenizer
 
     from speculators_ext.assets import build
-    from speculators_ext.cli.prompts import default_prompts
+    from speculators_ext.cli.prompts import default_prompts, load_prompts
 
-    tokenizer = AutoTokenizer.from_pretrained(build(MODEL))
+    if model == DEEPSEEK:
+        return [prompt.text for prompt in load_prompts(build(model) / "prompts.jsonl")]
+    tokenizer = AutoTokenizer.from_pretrained(build(model))
     texts = [prompt.text for prompt in default_prompts()]
     texts += [f"In one sentence: {text}" for text in texts]
     texts += [f"{text}\n\nThink first, then answer." for text in texts]
-    most = min(LIMIT, max(count for count, _ in CASES.values()))
-    assert len(texts) >= most
     return [
         tokenizer.apply_chat_template(
             [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
         )
-        for text in texts[:most]
+        for text in texts
     ]
 
 
 @pytest.fixture(scope="module")
-def plain(prompts: list[str]) -> list:
-    """Plain decoding's answers, with its two best logits at every position."""
-    return _generate(_engine(None), prompts, 8, logprobs=2)
+def plain() -> Callable[[str, int], tuple[list[str], list]]:
+    """`plain(model, count)`: prompts, and plain decoding's answers with its two best logits."""
+    known: dict[str, tuple[list[str], list]] = {}
+
+    def answer(model: str, count: int) -> tuple[list[str], list]:
+        if model not in known:
+            most = max(own for target, own, _ in CASES.values() if target == model)
+            prompts = _prompts(model)[: min(LIMIT, most)]
+            assert len(prompts) == min(LIMIT, most)
+            known[model] = prompts, _generate(_engine(model, None), prompts, 8, logprobs=2)
+        return tuple(part[:count] for part in known[model])
+
+    return answer
 
 
 @pytest.mark.parametrize("method", CASES)
-def test_same_text_as_plain_at_concurrency_1_4_and_8(
-    method: str, prompts: list[str], plain: list
-) -> None:
+def test_same_text_as_plain_at_concurrency_1_4_and_8(method: str, plain: Callable) -> None:
     """Catches any wrong token: a stale KV slot, a wrong position, an unverified draft."""
     from speculators_ext.assets import build
 
-    count, config = CASES[method]
+    model, count, config = CASES[method]
     if "model" in config:
         config = config | {"model": str(build(config["model"]))}
-    llm = _engine({"method": method} | config)
-    report: dict = {"method": method, "prompts": len(prompts[:count]), "concurrency": {}}
+    prompts, expected = plain(model, count)
+    llm = _engine(model, {"method": method} | config)
+    report: dict = {"method": method, "model": model, "prompts": len(prompts), "concurrency": {}}
     out = REPORTS / f"identity_{method}.json"
     out.parent.mkdir(exist_ok=True)
     before = _accepted(llm)
     for concurrency in (8, 4, 1):
-        drafted = _generate(llm, prompts[:count], concurrency, logprobs=None)
-        report["concurrency"][concurrency] = _compare(plain[:count], drafted)
+        drafted = _generate(llm, prompts, concurrency, logprobs=None)
+        report["concurrency"][concurrency] = _compare(expected, drafted)
         report["accepted"] = _accepted(llm) - before
         out.write_text(json.dumps(report, indent=2))
     assert not any(found["wrong"] for found in report["concurrency"].values()), report
