@@ -224,16 +224,16 @@ def test_pinned_layers_are_kept(make_twins: Any, probe: Callable[[Any], Probe]) 
 
 def test_a_wide_batch_is_searched_by_few_rows(twins: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a search whose cost grows with the batch: at 16 requests it cost tens of steps."""
-    from speculators_ext.engines.vllm.clasp.speculator import MAX_SEARCH_ROWS
+    from speculators_ext.proposers.skip_search import MAX_SEARCH_ROWS
 
     search, seen = twins.clasp.speculator._search, []
-    run = search.search
+    run = search.search_rows
 
     def watched(rows: Any, req_ids: Any) -> None:
         seen.append((len(rows.req_ids), len(req_ids)))
         run(rows, req_ids)
 
-    monkeypatch.setattr(search, "search", watched)
+    monkeypatch.setattr(search, "search_rows", watched)
     twins.check([f"{i} {prompt}" for prompt in PROMPTS for i in range(4)], greedy(8))
     assert max(requests for _, requests in seen) > MAX_SEARCH_ROWS
     assert max(rows for rows, _ in seen) <= MAX_SEARCH_ROWS
