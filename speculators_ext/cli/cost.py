@@ -177,10 +177,69 @@ def _eagle2_bill(config: Any, target: TargetShape) -> list[Cost]:
     ]
 
 
+def _mtp_reuse_bill(config: Any, target: TargetShape) -> list[Cost]:
+    """The module: a layer of the target's kind behind a projection; its cache; its draft head."""
+    hidden, size = target.hidden, target.element_bytes
+    attention, mlp = _attention_weights(target), _mlp_weights(target)
+    bill = [
+        Cost(
+            "weights of the checkpoint's MTP module",
+            f"(2 x {hidden} x {hidden} projection + {attention} attention + {mlp} MLP) x {size} B",
+            (2 * hidden * hidden + attention + mlp) * size,
+        ),
+        Cost(
+            "the module's KV cache, per token of context",
+            f"one layer's {target.kv_formula}",
+            target.kv_bytes_per_layer,
+        ),
+    ]
+    if config.draft_vocab_size is not None:
+        bill.append(
+            Cost(
+                "the output head of the draft vocabulary",
+                f"{config.draft_vocab_size} tokens x {hidden} hidden x {size} B",
+                config.draft_vocab_size * hidden * size,
+            )
+        )
+    if config.topk > 1:
+        bill.append(
+            Cost(
+                "plain copies of prefixes on a CPU, per token of context of a running request",
+                f"{target.layers} layers and the module's x {target.kv_formula}",
+                (target.layers + 1) * target.kv_bytes_per_layer,
+            )
+        )
+    return bill
+
+
+def _attention_weights(target: TargetShape) -> int:
+    """Of one layer; MLA's projections go through its two latents."""
+    config, hidden, heads = target.config, target.hidden, target.heads
+    if not target.latent:
+        return (2 * target.heads + 2 * target.kv_heads) * target.head_dim * hidden
+    rope, rank = int(config["qk_rope_head_dim"]), int(config["kv_lora_rank"])
+    nope, value = int(config["qk_nope_head_dim"]), int(config["v_head_dim"])
+    queries = int(config.get("q_lora_rank") or 0)
+    into = hidden * queries + queries * heads * (nope + rope) if queries else 0
+    into = into or hidden * heads * (nope + rope)
+    return into + hidden * target.latent + rank * heads * (nope + value) + heads * value * hidden
+
+
+def _mlp_weights(target: TargetShape) -> int:
+    """Of one layer, all its experts."""
+    config = target.config
+    experts = int(config.get("n_routed_experts") or config.get("num_experts") or 0)
+    if not experts:
+        return 3 * target.hidden * target.intermediate
+    experts += int(config.get("n_shared_experts") or 0)
+    return 3 * target.hidden * int(config["moe_intermediate_size"]) * experts
+
+
 _NO_WEIGHTS = Cost("weights", "0: the target's own layers draft", 0)
 _BILLS: dict[str, Callable[[Any, TargetShape], list[Cost]]] = {
     "clasp": _clasp_bill,
     "eagle2": _eagle2_bill,
+    "mtp_reuse": _mtp_reuse_bill,
 }
 
 

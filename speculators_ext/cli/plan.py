@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from speculators_ext.cli.prompts import Prompt
 
 ENGINES = ("vllm",)
+# Methods of the engine's own that need nothing beside the target, to compare with.
+BUILT_IN = ("mtp",)
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ def parse_concurrency(text: str) -> list[int]:
 def method_variants(
     names: Sequence[str], num_speculative_tokens: int, head: str | None = None
 ) -> list[Variant]:
-    """`plain` and methods of ours under their own names, with their presets or defaults.
+    """`plain`, methods of ours with their presets or defaults, and the engine's own `mtp`, by name.
 
     `head` is the draft head of the methods that need one.
     """
@@ -122,7 +124,7 @@ def known_methods() -> list[str]:
 def _method_variant(name: str, num_speculative_tokens: int, head: str | None) -> Variant:
     if name == PLAIN:
         return Variant(PLAIN, None)
-    known = known_methods()
+    known = [*known_methods(), *BUILT_IN]
     if name not in known:
         from speculators_ext.config import suggest_method
 
@@ -130,7 +132,7 @@ def _method_variant(name: str, num_speculative_tokens: int, head: str | None) ->
         hint = f" (did you mean {near!r}?)" if near else ""
         raise CliError(
             f"--methods {name!r}{hint}: known are {', '.join([PLAIN, *known])}; "
-            "for a method of the engine's own use --variant NAME=JSON"
+            "for another method of the engine's own use --variant NAME=JSON"
         )
     config: dict[str, Any] = {"method": name, "num_speculative_tokens": num_speculative_tokens}
     if needs_head(name):

@@ -102,7 +102,7 @@ def test_demo_shows_every_method_and_its_acceptance():
     variants = demo_variants("head")
     assert variants[0].speculative is None
     assert variants[1].speculative["method"] == "eagle3"
-    for name in known_methods():
+    for name in ("clasp", "eagle2"):  # the demo's target has no MTP module
         mine = [v.speculative for v in variants if (v.speculative or {}).get("method") == name]
         assert len(mine) == 2
         assert mine[1]["method_config"] == {"adaptive": False}

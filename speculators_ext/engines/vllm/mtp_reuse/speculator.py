@@ -8,6 +8,7 @@ import torch
 from vllm.v1.worker.gpu.spec_decode.mtp.speculator import MTPSpeculator
 
 from speculators_ext.engines.vllm.attention.packed_rows import replace_backends
+from speculators_ext.engines.vllm.drafts import make_unused_certain
 from speculators_ext.engines.vllm.heads.speculator import HeadSpeculator
 from speculators_ext.engines.vllm.heads.tree_speculator import TreeSpeculator
 from speculators_ext.engines.vllm.heads.vllm_head import VllmHead
@@ -132,9 +133,7 @@ class ChainReuseSpeculator(_ReuseSpeculator, MTPSpeculator):
             temperature, seeds = args[8:10]
             slots = input_batch.idx_mapping
             self._copy_request_inputs(input_batch.num_reqs, slots, temperature, seeds)
-            # Only a law that gives all to the id an unused slot holds keeps p/q acceptance exact.
-            self.draft_logits[slots] = float("-inf")
-            self.draft_logits[slots, :, 0] = 0.0
+            make_unused_certain(self.draft_logits, slots)
         drafts = super().propose(input_batch, *args, **kwargs)
         return drafts.clamp_(min=0) if self._async else drafts
 
