@@ -10,7 +10,6 @@ from speculators_ext.cli.common import CliError
 from speculators_ext.cli.demo import demo_variants
 from speculators_ext.cli.plan import (
     Variant,
-    known_methods,
     method_variants,
     parse_concurrency,
     parse_variant,
