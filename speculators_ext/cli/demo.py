@@ -1,7 +1,8 @@
-"""`speculators-ext demo`: every method of this package on a small real model, in a few minutes."""
+"""`speculators-ext demo`: every method of this package on small real models, in a few minutes."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,31 +12,39 @@ from speculators_ext.cli.common import log_console, need, one_line_errors
 
 if TYPE_CHECKING:
     from speculators_ext.cli.plan import Plan, Variant
+    from speculators_ext.cli.prompts import Prompt
 
 MODEL = "smollm2-135m-instruct"
 HEAD = f"{MODEL}-eagle3"
+MTP_MODEL = "deepseek-v3-tiny-mtp"
 SPEC_TOKENS = 6
 TREE_NODES = 8
 CHAIN_LENGTH = 2  # as deep as the trees
+MTP_LENGTH = 2  # of the engine's own chain; ours stops where it is unsure, so it gets more room
+MTP_ROOM = 8
 # Sized for two CPU cores: under a minute and a half a variant, half of it the server's start.
 NUM_PROMPTS, MAX_TOKENS, CONCURRENCY = 8, 64, (1, 4)
 QUICK_NUM_PROMPTS, QUICK_MAX_TOKENS, QUICK_CONCURRENCY = 4, 32, (1,)
+# The MLA backend for CPUs with AMX is for bf16 only.
+MLA_IN_FLOAT32 = ("--attention-config.backend", "CPU_MLA", "--block-size", "16")
 
 
 @one_line_errors
 def demo(
     out: Annotated[
-        Path, typer.Option(metavar="DIR", help="Folder for the chart, the JSON and the logs.")
+        Path, typer.Option(metavar="DIR", help="Folder for the charts, the JSON and the logs.")
     ] = Path("out/demo"),
     quick: Annotated[
         bool, typer.Option("--quick", help="Fewer and shorter answers, one request at a time.")
     ] = False,
 ) -> None:
-    """Build SmolLM2-135M-Instruct, serve it plainly and with every method, and compare.
+    """Build two small models, serve them plainly and with every method, and compare.
 
-    Runs in float32, where a lossless method must give plain's very texts (bf16 rounds differently
-    in wider batches). A method that adapts is shown twice: as it comes, when it drafts only where
-    that pays on this machine, and with `adaptive` off, when its acceptance can be seen.
+    SmolLM2-135M-Instruct for `clasp` and `eagle2`, a tiny DeepSeek-V3 that writes Python for
+    `mtp_reuse`. In float32, where a lossless method must give plain's very texts (bf16 rounds
+    differently in wider batches). `clasp` and `eagle2` are shown twice: as they come, when they
+    draft only where that pays on this machine, and with `adaptive` off, when their acceptance can
+    be seen.
     """
     from speculators_ext.cli import report
     from speculators_ext.cli.runner import run_plan
@@ -43,49 +52,84 @@ def demo(
     for module in ("httpx", "matplotlib", "prometheus_client"):
         need(module, "demo")
     console = log_console()
-    plan = demo_plan(out, quick=quick)
-    measurements = run_plan(plan, console)
-    report.publish(
-        plan,
-        measurements,
-        console,
-        json_out=str(out / "result.json"),
-        chart=out / "chart.png",
-    )
-    report.print_samples(plan, measurements)
+    for plan in (demo_plan(out, quick=quick), mtp_plan(out / "mtp", quick=quick)):
+        measurements = run_plan(plan, console)
+        folder = plan.logs.parent
+        report.publish(
+            plan,
+            measurements,
+            console,
+            json_out=str(folder / "result.json"),
+            chart=folder / "chart.png",
+        )
+        report.print_samples(plan, measurements, count=1)
 
 
 def demo_plan(out: Path, *, quick: bool) -> Plan:
-    """The demo's plan; builds the model's asset where it is missing and creates `out`."""
-    from speculators_ext.cli import plan as plans
+    """The race on SmolLM2; builds its assets where they are missing and creates `out`."""
     from speculators_ext.cli.assets import build_assets
     from speculators_ext.cli.prompts import default_prompts
-    from speculators_ext.cli.runner import eager_by_default
 
     folders = build_assets([MODEL, HEAD])
+    variants = demo_variants(str(folders[HEAD]))
+    return _plan(MODEL, folders[MODEL], variants, default_prompts(), out, quick=quick)
+
+
+def mtp_plan(out: Path, *, quick: bool) -> Plan:
+    """The race on a target with an MTP module, which continues source text; as `demo_plan`."""
+    from speculators_ext.cli.assets import build_assets
+    from speculators_ext.cli.prompts import load_prompts
+
+    folder = build_assets([MTP_MODEL])[MTP_MODEL]
+    prompts = load_prompts(folder / "prompts.jsonl")
+    plan = _plan(MTP_MODEL, folder, mtp_variants(), prompts, out, quick=quick)
+    return replace(plan, extra=(*plan.extra, *MLA_IN_FLOAT32))
+
+
+def demo_variants(head: str) -> list[Variant]:
+    """Plain, the engine's own chain with our head, and our methods, adaptive on and off."""
+    from speculators_ext.cli.plan import Variant, method_variants, needs_head
+
+    chain = {"method": "eagle3", "model": head, "num_speculative_tokens": CHAIN_LENGTH}
+    variants = [Variant("plain", None), Variant("eagle3, built in", chain)]
+    for name in ("clasp", "eagle2"):
+        [shipped] = method_variants([name], TREE_NODES if needs_head(name) else SPEC_TOKENS, head)
+        config = {**(shipped.speculative or {}), "method_config": {"adaptive": False}}
+        variants += [shipped, Variant(f"{name}, adaptive off", config)]
+    return variants
+
+
+def mtp_variants() -> list[Variant]:
+    """Plain, the engine's own reuse of the target's MTP module, and ours."""
+    from speculators_ext.cli.plan import Variant, method_variants
+
+    [built_in] = method_variants(["mtp"], MTP_LENGTH)
+    [ours] = method_variants(["mtp_reuse"], MTP_ROOM)
+    return [Variant("plain", None), Variant("mtp, built in", built_in.speculative), ours]
+
+
+def _plan(
+    name: str,
+    model: Path,
+    variants: list[Variant],
+    prompts: list[Prompt],
+    out: Path,
+    *,
+    quick: bool,
+) -> Plan:
+    from speculators_ext.cli import plan as plans
+    from speculators_ext.cli.runner import eager_by_default
+
     out.mkdir(parents=True, exist_ok=True)
     return plans.Plan(
-        model=str(folders[MODEL]),
-        model_label=MODEL,
-        variants=demo_variants(str(folders[HEAD])),
+        model=str(model),
+        model_label=name,
+        variants=variants,
         concurrency=QUICK_CONCURRENCY if quick else CONCURRENCY,
-        prompts=default_prompts()[: QUICK_NUM_PROMPTS if quick else NUM_PROMPTS],
+        prompts=prompts[: QUICK_NUM_PROMPTS if quick else NUM_PROMPTS],
         max_tokens=QUICK_MAX_TOKENS if quick else MAX_TOKENS,
         dtype="float32",
         eager=eager_by_default(),
         logs=out / "logs",
         extra=("--max-model-len", "2048"),
     )
-
-
-def demo_variants(head: str) -> list[Variant]:
-    """Plain, the engine's own chain with our head, and each of our methods, adaptive on and off."""
-    from speculators_ext.cli.plan import Variant, method_variants, needs_head
-
-    chain = {"method": "eagle3", "model": head, "num_speculative_tokens": CHAIN_LENGTH}
-    variants = [Variant("plain", None), Variant("eagle3, built in", chain)]
-    for name in ("clasp", "eagle2"):  # this target has no MTP module
-        [shipped] = method_variants([name], TREE_NODES if needs_head(name) else SPEC_TOKENS, head)
-        config = {**(shipped.speculative or {}), "method_config": {"adaptive": False}}
-        variants += [shipped, Variant(f"{name}, adaptive off", config)]
-    return variants

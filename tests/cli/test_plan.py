@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from speculators_ext.cli.common import CliError
-from speculators_ext.cli.demo import demo_variants
+from speculators_ext.cli.demo import demo_variants, mtp_variants
 from speculators_ext.cli.plan import (
     Variant,
     method_variants,
@@ -16,6 +16,7 @@ from speculators_ext.cli.plan import (
     split_names,
     with_folder,
 )
+from speculators_ext.config import METHODS
 
 
 def test_names_become_speculative_configs():
@@ -101,7 +102,15 @@ def test_demo_shows_every_method_and_its_acceptance():
     variants = demo_variants("head")
     assert variants[0].speculative is None
     assert variants[1].speculative["method"] == "eagle3"
-    for name in ("clasp", "eagle2"):  # the demo's target has no MTP module
+    for name in ("clasp", "eagle2"):
         mine = [v.speculative for v in variants if (v.speculative or {}).get("method") == name]
         assert len(mine) == 2
         assert mine[1]["method_config"] == {"adaptive": False}
+
+
+def test_demo_races_every_method_of_the_package():
+    """Catches a new method that the demo does not show."""
+    shown = {
+        v.speculative["method"] for v in demo_variants("head") + mtp_variants() if v.speculative
+    }
+    assert shown >= set(METHODS)
