@@ -6,7 +6,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from speculators_ext.assets import smollm2, smollm2_eagle3, tiny, tiny_derived, tiny_heads
+from speculators_ext.assets import (
+    smollm2,
+    smollm2_eagle3,
+    tiny,
+    tiny_derived,
+    tiny_heads,
+    tiny_mtp,
+)
 from speculators_ext.assets.tiny_specs import SPECS
 
 if TYPE_CHECKING:
@@ -39,6 +46,10 @@ def _catalog() -> dict[str, Asset]:
             "an EAGLE-3 head for it, draft vocabulary 8192, bf16, carried by this package",
             smollm2_eagle3.source,
             smollm2_eagle3.build_into,
+        ),
+        *(
+            Asset(name, what, partial(tiny_mtp.source, name), partial(tiny_mtp.build_into, name))
+            for name, what in tiny_mtp.SUMMARIES.items()
         ),
         *(
             Asset(name, spec.summary, partial(tiny.source, name), partial(tiny.build_into, name))
