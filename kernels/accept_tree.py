@@ -25,6 +25,7 @@ from speculators_ext.kernels.tree_checks import check_per_row, check_tree, check
 __all__ = ["accept_tree", "accept_tree_lazily"]
 
 _BLOCK_V = 2048
+_DRAW_WARPS = 4  # to read logits; with 8 a word spills
 
 
 @triton.jit
@@ -236,7 +237,7 @@ def _launch(
             BLOCK_N=triton.next_power_of_2(max_nodes),
             BLOCK_P=triton.next_power_of_2(max_depth + 1),
             BLOCK_V=_BLOCK_V,
-            num_warps=1 if logits is None else 8,
+            num_warps=1 if logits is None else _DRAW_WARPS,
         )
     return out
 

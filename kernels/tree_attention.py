@@ -144,7 +144,7 @@ def _tree_attention_kernel(  # type: ignore[no-untyped-def]
     key_cache_ptr += kv_head * key_cache_head_stride
     value_cache_ptr += kv_head * value_cache_head_stride
     if WINDOW > 0:
-        depth = tl.load(depths_ptr + first + own, mask=is_live, other=0)
+        hidden = tl.load(depths_ptr + first + own, mask=is_live, other=0) - WINDOW
 
     # Finite, so that rows that have seen nothing yet stay numbers: exp(-inf - largest) is 0.
     largest, total = tl.full([BLOCK_M], -1e30, tl.float32), tl.zeros([BLOCK_M], tl.float32)
@@ -155,7 +155,7 @@ def _tree_attention_kernel(  # type: ignore[no-untyped-def]
         seen = see_rows(mask_ptr, mask_row_stride, own, is_live, start, num_rows, BLOCK_L)
         if WINDOW > 0:
             stands = tl.load(row_depths_ptr + first_row + local, mask=local < num_rows, other=0)
-            seen = seen & (stands[None, :] > depth[:, None] - WINDOW)
+            seen = seen & (stands[None, :] > hidden[:, None])
         keys = load_tree_rows(
             key_ptr, key_row_stride, key_at, first_row, local, num_rows, key_cache_ptr,
             key_block_stride, key_slot_stride, block_table_ptr, prefix_len,
@@ -179,7 +179,7 @@ def _tree_attention_kernel(  # type: ignore[no-untyped-def]
         position = start + tl.arange(0, BLOCK_N)
         seen = (position < stop)[None, :]
         if WINDOW > 0:
-            seen = seen & (position[None, :] > prefix_len + depth[:, None] - WINDOW)
+            seen = seen & ((position - prefix_len)[None, :] > hidden[:, None])
         keys = load_positions(
             key_cache_ptr, key_block_stride, key_slot_stride, block_table_ptr, position,
             stop, HEAD_SIZE, BLOCK_SIZE, DOT_DTYPE, BLOCK_D,
@@ -285,7 +285,9 @@ def _launch(
 ) -> None:
     (num_heads, head_size), num_kv_heads = query.shape[1:], key_cache.shape[2]
     num_splits, group = parts.shape[0], num_heads // num_kv_heads
-    block_m, block_n = choose_tiles(trees.max_nodes * group, head_size, rows)
+    block_m, block_n = choose_tiles(
+        trees.max_nodes * group, head_size, rows, hidden_and_capped=sliding_window > 0 < soft_cap
+    )
     key, value = (None, None) if local is None else (local.key, local.value)
     tiles = triton.cdiv(trees.max_nodes * group, block_m)
     _tree_attention_kernel[(trees.prefix_lens.shape[0], num_kv_heads, tiles * num_splits)](
@@ -321,11 +323,16 @@ def choose_splits(num_reqs: int, num_kv_heads: int, max_prefix_len: int, num_cor
     return max(1, min(wanted, max_prefix_len // 512, 32))
 
 
-def choose_tiles(num_pairs: int, head_size: int, dtype: torch.dtype) -> tuple[int, int]:
+def choose_tiles(
+    num_pairs: int, head_size: int, dtype: torch.dtype, *, hidden_and_capped: bool = False
+) -> tuple[int, int]:
     """(BLOCK_M, BLOCK_N): the largest that stay in registers on sm_80, sm_90, sm_100 and gfx942.
 
     float32 products are exact ("ieee"), which costs registers where others use tensor cores.
     """
     if dtype == torch.float32:
         return (16 if num_pairs <= 16 or head_size > 64 else 32), 16
-    return (16 if num_pairs <= 16 else 32), (64 if head_size <= 64 else 32)
+    block_m, is_padded = 16 if num_pairs <= 16 else 32, head_size & (head_size - 1) > 0
+    if hidden_and_capped and is_padded:  # a window, a cap and masked loads: a word spills of 32
+        return block_m, 16
+    return block_m, (64 if head_size <= 64 else 32)

@@ -288,7 +288,8 @@ def _check_expand(
             require(tensor.is_contiguous(), f"frontier.{name}", "contiguous", tensor.stride())
         given |= frontier._asdict()
     if draft_to_target is not None:
-        expected = ((logits.shape[1],), torch.int64)
-        got = (tuple(draft_to_target.shape), draft_to_target.dtype)
-        require(got == expected, "draft_to_target shape and dtype", expected, got)
+        length, got = (logits.shape[1],), tuple(draft_to_target.shape)
+        require(got == length, "draft_to_target shape", length, got)
+        dtype = draft_to_target.dtype
+        require(dtype == torch.int64, "draft_to_target dtype", torch.int64, dtype)
     check_placement(given, candidates.scores.device)

@@ -28,5 +28,6 @@ def cases(target: str) -> list[Case]:
     for logits in ("fp32", "bf16"):
         constants = {**blocks, "chosen_ptr": None}
         label = f"64 nodes, drawn from {logits}"
-        rows.append(Case(label, kernel, constants, INTEGERS | drawn, logits, num_warps=8))
+        warps = op._DRAW_WARPS
+        rows.append(Case(label, kernel, constants, INTEGERS | drawn, logits, num_warps=warps))
     return rows

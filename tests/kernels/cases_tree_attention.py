@@ -28,6 +28,7 @@ VARIANTS = (
     Variant(torch.bfloat16, 128, split=True),
     Variant(torch.bfloat16, 256),
     Variant(torch.bfloat16, 80, window=1024, soft_cap=50.0),
+    Variant(torch.bfloat16, 256, window=4096, soft_cap=50.0),
     Variant(torch.bfloat16, 128, fp8_cache=True),
     Variant(torch.float32, 64),
     Variant(torch.float32, 128),
@@ -43,7 +44,12 @@ def cases(target: str) -> list[Case]:
 
 
 def make_case(variant: Variant, target: str) -> Case:
-    block_m, block_n = op.choose_tiles(NUM_PAIRS, variant.head_size, variant.dtype)
+    block_m, block_n = op.choose_tiles(
+        NUM_PAIRS,
+        variant.head_size,
+        variant.dtype,
+        hidden_and_capped=variant.window > 0 < variant.soft_cap,
+    )
     rows = TRITON_NAMES[variant.dtype]
     cache = FP8_NAMES[target] if variant.fp8_cache else rows
     constants: dict[str, Any] = {

@@ -36,8 +36,7 @@ def test_compiles_for_every_gpu_without_spills(op: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     rows = json.loads(report.read_text())
     assert {row["target"] for row in rows} == {"sm_80", "sm_90", "sm_100", "gfx942"}
-    # Triton 3.9 spills nothing, 3.6 two words; a tile too large spills hundreds of bytes.
-    assert [row for row in rows if row["spilled"] > 8] == [], done.stdout
+    assert [row for row in rows if row["spilled"]] == [], done.stdout
     assert max(row["shared"] for row in rows) <= 64 * 1024, done.stdout
 
 
