@@ -33,9 +33,9 @@ __all__ = ["AcceptanceTable", "Chain", "ChainHead", "Choice", "StopRule", "Worth
 _POSITIONS = 4
 _BINS = 8
 # Observations the prior is worth, and what a count keeps at each round.
-_STRENGTH, _DECAY = 6.0, 0.998
-# The module's probability is close to the chance of its draft, but says less of the draft after it.
-_OUTLOOK = 0.8
+_STRENGTH, _DECAY = 3.0, 0.998
+# The module's probability says less of the draft after next.
+_OUTLOOK = 0.9
 
 
 class Choice(NamedTuple):
@@ -93,21 +93,22 @@ class Chain:
 class AcceptanceTable:
     """Chance that a draft is accepted given those before it were, by position and a probability.
 
-    chance = (accepted + s p prior_scale) / (tried + s), from decayed counts in bins of p: where
-    little was seen the probability itself speaks.
+    chance = (accepted + s scale sqrt(p)) / (tried + s), from decayed counts in bins of p. Where
+    little was seen the root of the probability speaks, which is hopeful: a chance too good is soon
+    corrected, while of one too bad nothing would be verified and so nothing learned.
 
     Args:
-        prior_scale: what the prior takes of the probability.
+        scale: of the prior.
     """
 
-    def __init__(self, prior_scale: float = 1.0) -> None:
-        self._scale = prior_scale
+    def __init__(self, scale: float = 1.0) -> None:
+        self._scale = scale
         self._counts = np.zeros((2, _POSITIONS, _BINS))  # tried, accepted
 
     def chance(self, position: int, probability: float) -> float:
         """The chance at ``position`` (from 0) for a ``probability`` in [0, 1]."""
         tried, accepted = self._counts[:, *self._cell(position, probability)]
-        prior = _STRENGTH * self._scale * probability
+        prior = _STRENGTH * self._scale * probability**0.5
         return float((accepted + prior) / (tried + _STRENGTH))
 
     def observe(self, position: int, probability: float, accepted: bool) -> None:

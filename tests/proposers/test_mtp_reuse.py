@@ -76,16 +76,16 @@ def test_no_row_drafts_nothing():
 
 def test_a_row_stops_where_its_path_is_below_the_floor():
     """Catches a floor on one draft and not on its path, and a step run for what is below it."""
-    head = Successor(lambda row, step: (0.9, 0.6)[row])
+    head = Successor(lambda row, step: (0.81, 0.36)[row])
     chains, steps = draft(head, [8, 8], StopRule(0.5))
-    # 0.9^4 = 0.66; the draft behind it is expected at 0.8 of 0.9 of that, which is below.
-    assert [len(chain.tokens) for chain in chains] == [4, 1]
-    assert steps == 4
+    # 0.9^5 = 0.59; the draft behind it is expected at 0.9 of 0.9 of that, which is below.
+    assert [len(chain.tokens) for chain in chains] == [5, 1]
+    assert steps == 5
 
 
 def test_without_stepwise_the_same_drafts_are_cut_off():
     """Catches a device that cannot wait verifying what is below the floor."""
-    given = {0: [0.9, 0.9, 0.2, 0.9], 1: [0.9, 0.3, 0.9, 0.9]}
+    given = {0: [0.9, 0.9, 0.04, 0.9], 1: [0.9, 0.09, 0.9, 0.9]}
     chains, steps = draft(
         Successor(lambda row, step: given[row][step]), [4, 4], StopRule(0.5), stepwise=False
     )
@@ -105,7 +105,7 @@ def test_a_step_is_shared_by_the_rows_that_go_on():
     """Catches a step charged to each row, and one not charged at all."""
     rule = StopRule()
     rule.worth = Worth(draft_step=0.3, verify_token=0.0, gain=1.0)
-    # One of four rows would give 0.72 tokens for 1.2; two give 1.44.
+    # One of four rows would give 0.81 tokens for 1.2; two give 1.62.
     assert rule.going_on([0.9], [1.0], 0, num_rows=4) == []
     assert rule.going_on([0.9, 0.9], [1.0, 1.0], 0, num_rows=4) == [0, 1]
     assert rule.going_on([0.9], [1.0], 0, num_rows=1) == [0]
@@ -121,46 +121,56 @@ def test_a_row_not_worth_its_width_stays_behind():
 def test_an_overconfident_module_is_corrected():
     """Catches probabilities believed against what was accepted."""
     table = AcceptanceTable()
-    assert table.chance(1, 0.9) == pytest.approx(0.9)
+    assert table.chance(1, 0.81) == pytest.approx(0.9)
     for count in range(200):
-        table.observe(1, 0.9, count % 5 == 0)
-    assert table.chance(1, 0.9) == pytest.approx(0.22, abs=0.03)
-    assert table.chance(0, 0.9) == pytest.approx(0.9), "another position"
-    assert table.chance(1, 0.3) == pytest.approx(0.3), "another probability"
+        table.observe(1, 0.81, count % 5 == 0)
+    assert table.chance(1, 0.81) == pytest.approx(0.21, abs=0.02)
+    assert table.chance(0, 0.81) == pytest.approx(0.9), "another position"
+    assert table.chance(1, 0.36) == pytest.approx(0.6), "another probability"
+
+
+def test_a_modest_module_is_found_out():
+    """Catches drafts never verified, and so never seen to be right, for what the module gave."""
+    rule = StopRule()
+    rule.worth = Worth(draft_step=0.2, verify_token=0.1, gain=1.3)
+    for _ in range(100):
+        [chain], _ = draft(Successor(lambda row, step: 0.05), [1], rule)
+        rule.observe([(chain.probabilities, len(chain.tokens))])
+    assert rule.path(1.0, 0, 0.05) > 0.9
 
 
 def test_what_was_long_not_tried_is_tried_again():
     """Catches a position that a bad stretch rules out for ever."""
     table = AcceptanceTable()
     for _ in range(50):
-        table.observe(2, 0.9, accepted=False)
-    assert table.chance(2, 0.9) < 0.15
+        table.observe(2, 0.81, accepted=False)
+    assert table.chance(2, 0.81) < 0.15
     for _ in range(3000):
         table.forget()
-    assert table.chance(2, 0.9) > 0.85
+    assert table.chance(2, 0.81) > 0.85
 
 
 def test_only_drafts_behind_accepted_ones_teach():
     """Catches drafts behind a rejected one counted as rejected themselves."""
     rule = StopRule()
     for _ in range(100):
-        rule.observe([([0.9, 0.9, 0.9], 1)])
-    assert rule.path(1.0, 0, 0.9) > 0.95
-    assert rule.path(1.0, 1, 0.9) < 0.15
-    assert rule.path(1.0, 2, 0.9) == pytest.approx(0.9)
+        rule.observe([([0.81, 0.81, 0.81], 1)])
+    assert rule.path(1.0, 0, 0.81) > 0.95
+    assert rule.path(1.0, 1, 0.81) < 0.15
+    assert rule.path(1.0, 2, 0.81) == pytest.approx(0.9)
 
 
 @pytest.mark.parametrize("overconfident", [False, True])
 def test_the_rule_beats_every_fixed_length(overconfident):
     """Catches a rule that stops too early or too late for what drafts cost: a simulated run."""
     costs = Worth(draft_step=0.12, verify_token=0.08)
-    fixed = [_simulate(costs, length, None, overconfident) for length in range(1, 5)]
+    fixed = [_simulate(costs, length, None, overconfident) for length in (1, 2, 3)]
     free = _simulate(costs, 8, StopRule(), overconfident)
     assert free > max(fixed)
     assert free > 0.995 * _simulate(costs, 2, StopRule(), overconfident)
 
 
-def _simulate(costs, length, rule, overconfident, rounds=500):
+def _simulate(costs, length, rule, overconfident, rounds=1500):
     """Tokens in the time of a plain step, of one row whose drafts are hard or easy in turn."""
     chance = random.Random(1)
     time, tokens = 0.0, 0
