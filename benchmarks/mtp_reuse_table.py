@@ -6,9 +6,12 @@ counted, in which adaptive variants find out what drafts cost. Seconds are proce
 engines' thread.
 
     python benchmarks/mtp_reuse_table.py --model deepseek-v3-tiny-mtp --json t.json --png t.png
-    python benchmarks/mtp_reuse_table.py --model mimo-tiny-mtp --vocabulary
+    python benchmarks/mtp_reuse_table.py --model mimo-tiny-mtp --compare vocabularies
+    python benchmarks/mtp_reuse_table.py --model mimo-tiny-mtp --compare states
 
-`--vocabulary` compares draft vocabularies (all, 1/2, 1/4, 1/8 of the target's) instead.
+`vocabularies` are all, 1/2, 1/4 and 1/8 of the target's; `states` are the hidden states fed to the
+module before or after their final norms, and `own KV`: what the module wrote of its own states is
+left in its cache where drafts were accepted, instead of being made anew from the target's.
 """
 
 from __future__ import annotations
@@ -37,6 +40,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 FRACTIONS = (1, 2, 4, 8)
+SIDES = ("pre", "post")
+OWN_KV = "own KV"
 
 
 def caps(latent: bool) -> dict[str, dict[str, Any] | None]:
@@ -65,6 +70,39 @@ def vocabularies(full: int, drafts: int) -> dict[str, dict[str, Any] | None]:
             "method": "mtp_reuse", "num_speculative_tokens": drafts, "method_config": options,
         }  # fmt: skip
     return variants
+
+
+def states(drafts: int) -> dict[str, dict[str, Any] | None]:
+    """Plain, and ours with every choice of states; every chain runs to its end."""
+    variants: dict[str, dict[str, Any] | None] = {PLAIN: None}
+    for name, options in [
+        *((f"{f} {r}", {"first_hidden": f, "recycled_hidden": r}) for f in SIDES for r in SIDES),
+        (OWN_KV, {}),
+    ]:
+        variants[name] = {
+            "method": "mtp_reuse", "num_speculative_tokens": drafts,
+            "method_config": {"adaptive": False} | options,
+        }  # fmt: skip
+    return variants
+
+
+def keep_own_kv(llm: Any) -> None:
+    """Let the module run over the last row of a verification only, and what it has not written."""
+    runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.model_runner
+    most = runner.speculator.num_speculative_steps
+    backlog = runner.model_state.backlog
+    take = backlog.take
+
+    def shortened(slot: int) -> Any:
+        rows = take(slot)
+        count = len(rows.tokens)
+        if not 1 < count <= most + 1:
+            return rows
+        left = 2 if count == most + 1 else 1
+        start = rows.start + count - left
+        return type(rows)(start, rows.tokens[-left:], rows.hidden[-left:])
+
+    backlog.take = shortened
 
 
 class Variant:
@@ -144,8 +182,8 @@ def measure(
 
 def main(
     model: Annotated[str, typer.Option(help="An asset with an MTP module, or a folder.")],
-    vocabulary: Annotated[bool, typer.Option(help="Compare draft vocabularies.")] = False,
-    drafts: Annotated[int, typer.Option(help="Drafts with --vocabulary.")] = 2,
+    compare: Annotated[str, typer.Option(help="caps, vocabularies or states.")] = "caps",
+    drafts: Annotated[int, typer.Option(help="Drafts of a chain; caps have their own.")] = 3,
     requests: Annotated[str, typer.Option(help="Requests at a time.")] = "1,4",
     num_prompts: Annotated[int, typer.Option()] = 12,
     max_tokens: Annotated[int, typer.Option()] = 64,
@@ -159,8 +197,15 @@ def main(
     torch.set_num_threads(1)
     folder = Path(model) if Path(model).is_dir() else build(model)
     size = json.loads((folder / "config.json").read_text(encoding="utf-8"))["vocab_size"]
-    wanted = vocabularies(size, drafts) if vocabulary else caps(is_latent(folder))
+    kinds = {
+        "caps": caps(is_latent(folder)),
+        "vocabularies": vocabularies(size, drafts),
+        "states": states(drafts),
+    }
+    wanted = kinds[compare]
     variants = {name: Variant(folder, config, dtype) for name, config in wanted.items()}
+    if OWN_KV in variants:
+        keep_own_kv(variants[OWN_KV].llm)
     prompts = [prompt.text for prompt in load_prompts(folder / "prompts.jsonl")][:num_prompts]
     measured = [
         one

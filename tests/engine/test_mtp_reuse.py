@@ -124,6 +124,13 @@ def test_the_reduced_vocabulary_follows_the_traffic(make_mtp_reuse_twins: Any) -
     assert torch.equal(reduced._rows, rows)
 
 
+def test_a_tree_of_a_reduced_vocabulary(make_mtp_reuse_twins: Any) -> None:
+    """Catches nodes that carry a slot of the draft vocabulary where a token belongs."""
+    options = {"num_speculative_tokens": 8, "topk": 3, "depth": 3, "draft_vocab_size": 256}
+    found = counted(make_mtp_reuse_twins(options), CODE, greedy(60))
+    assert found["num_accepted_tokens"] > 0.5 * found["num_drafts"]
+
+
 def test_calibration_takes_the_best_and_harms_nothing(make_mtp_reuse_twins: Any) -> None:
     """Catches a calibration that leaves its traces in the cache, or takes what it did not find."""
     twins = make_mtp_reuse_twins({"calibrate": True})
