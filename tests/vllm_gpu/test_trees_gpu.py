@@ -181,8 +181,9 @@ def test_draft_levels_keep_their_own_keys(window: int | None) -> None:
         if depth == 2:
             sees[torch.arange(6), torch.tensor(parents).flatten()] = True
         level = DraftLevel(
-            owners=["0", "1", "2"], block_table=batch.table, prefix_lens=PREFIX_LENS, depth=depth,
-            topk=topk, requests=requests.to(DEVICE),
+            owners=["0", "1", "2"], block_table=batch.table, prefix_lens=PREFIX_LENS,
+            prefix=torch.tensor(PREFIX_LENS, device=DEVICE), depth=depth, topk=topk,
+            requests=requests.to(DEVICE),
             rows=[slice(i * topk, (i + 1) * topk) for i in range(3)], places=place.to(DEVICE),
             sees=sees.to(DEVICE), max_places=places, shadow=PrefixShadow(), memory=memory,
         )  # fmt: skip

@@ -44,6 +44,8 @@ class VllmHead:
         self._vllm_config = vllm_config
         self._tables = block_tables
         self._prefix_lens = prefix_lens
+        device = next(iter(block_tables.values())).device
+        self._prefix = torch.tensor(prefix_lens, device=device)
         self._max_places = max_places
         self._owners = owners
         self._shadow = shadow
@@ -61,16 +63,21 @@ class VllmHead:
     def step(self, level: Level) -> tuple[torch.Tensor, torch.Tensor]:
         """Run a level; token t+1 sits at position t, as EAGLE heads are trained."""
         self.num_steps += 1
-        counts = torch.bincount(level.requests, minlength=len(self._prefix_lens)).tolist()
+        num_requests = len(self._prefix_lens)
+        if level.each is None:
+            counts = torch.bincount(level.requests, minlength=num_requests).tolist()
+        else:  # known without a look at the device
+            counts = [level.each] * num_requests
         ends = [0, *accumulate(counts)]
         rows = [slice(start, stop) for start, stop in pairwise(ends)]
-        prefix = torch.tensor(self._prefix_lens, device=level.requests.device)[level.requests]
-        positions = (prefix + level.depth - 1).clamp_(max=self._last_position)
+        positions = self._prefix[level.requests] + (level.depth - 1)
+        positions.clamp_(max=self._last_position)
         metadata = {
             name: DraftLevel(
                 owners=self._owners,
                 block_table=table,
                 prefix_lens=self._prefix_lens,
+                prefix=self._prefix,
                 depth=level.depth,
                 topk=level.sees.shape[1] // level.depth,
                 requests=level.requests,

@@ -8,6 +8,7 @@ vLLM's own Triton backend; **not yet run on a GPU**.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +20,7 @@ from speculators_ext.engines.vllm.attention.packed_rows_gpu import (
 )
 from speculators_ext.engines.vllm.trees.metadata import TREES, DraftLevel, pack_words
 from speculators_ext.kernels.packed_attention_ref import DequantScales
-from speculators_ext.kernels.tree_attention import tree_attention
+from speculators_ext.kernels.tree_attention import choose_splits, tree_attention
 from speculators_ext.kernels.tree_attention_ref import LocalRows, TreeBatch
 
 if TYPE_CHECKING:
@@ -59,10 +60,12 @@ class TreeGPUImpl(PackedRowsGPUImpl):
         if step is None:
             return output
         flat = step.flat(query.device)
-        output[flat.rows] = self._attend(
-            layer, query[flat.rows], kv_cache, attn_metadata.block_table[flat.requests],
-            flat.prefix_lens, flat.cu_nodes, flat.words, flat.max_nodes, flat.depths, None,
+        trees = TreeBatch(
+            attn_metadata.block_table[flat.requests], flat.prefix_lens, flat.cu_nodes, flat.words,
+            flat.max_nodes, flat.depths,
         )  # fmt: skip
+        longest = max(tree.prefix_len for tree in step.trees)
+        output[flat.rows] = self._attend(layer, query[flat.rows], kv_cache, trees, longest)
         return output
 
     def _attend_level(
@@ -76,28 +79,29 @@ class TreeGPUImpl(PackedRowsGPUImpl):
             kept = level.memory[layer.layer_name] = (key.new_zeros(shape), value.new_zeros(shape))
         at = level.requests * places + level.places
         kept[0][at], kept[1][at] = key, value
-        ends = [0, *(own.stop for own in level.rows)]
+        sizes = {own.stop - own.start for own in level.rows}
+        requests_before = torch.arange(requests + 1, dtype=torch.int32, device=query.device)
+        if len(sizes) == 1:  # as growth on a GPU has it, where nothing is copied from the host
+            ends = requests_before * max(sizes)
+        else:
+            stops = [0, *(own.stop for own in level.rows)]
+            ends = torch.tensor(stops, dtype=torch.int32, device=query.device)
         sees = torch.nn.functional.pad(level.sees, (0, places - level.sees.shape[1]))
-        offsets = torch.arange(requests + 1, dtype=torch.int32, device=query.device) * places
-        own_depth = torch.full((len(query),), level.depth - 1, dtype=torch.int32)
-        depths = torch.arange(places, dtype=torch.int32) // level.topk
-        local = LocalRows(*kept, offsets, depths.repeat(requests).to(query.device))
-        output.copy_(
-            self._attend(
-                layer, query, kv_cache, level.block_table,
-                torch.tensor(level.prefix_lens, dtype=torch.int32, device=query.device),
-                torch.tensor(ends, dtype=torch.int32, device=query.device),
-                pack_words(sees), max(own.stop - own.start for own in level.rows),
-                own_depth.to(query.device), local,
-            )
+        depths = torch.arange(places, dtype=torch.int32, device=query.device) // level.topk
+        local = LocalRows(*kept, requests_before * places, depths.repeat(requests))
+        trees = TreeBatch(
+            level.block_table, level.prefix, ends, pack_words(sees), max(sizes),
+            depths.new_full((len(query),), level.depth - 1),
         )  # fmt: skip
+        longest = max(level.prefix_lens)
+        output.copy_(self._attend(layer, query, kv_cache, trees, longest, local))
         return output
 
     def _attend(
-        self, layer: Any, query: torch.Tensor, kv_cache: torch.Tensor, block_table: torch.Tensor,
-        prefix_lens: torch.Tensor, cu_nodes: torch.Tensor, words: torch.Tensor, max_nodes: int,
-        depths: torch.Tensor, local: LocalRows | None,
+        self, layer: Any, query: torch.Tensor, kv_cache: torch.Tensor, trees: TreeBatch,
+        longest: int, local: LocalRows | None = None,
     ) -> torch.Tensor:  # fmt: skip
+        """Tree attention over the layer's cache; ``longest`` bounds the prefixes."""
         impl: Any = self
         quantized = kv_cache.element_size() == 1
         fp8_dtype = current_platform.fp8_dtype() if quantized else None
@@ -108,10 +112,18 @@ class TreeGPUImpl(PackedRowsGPUImpl):
             dequant = DequantScales(query_scale, layer._k_scale.view(1), layer._v_scale.view(1))
         # vLLM keeps (window - 1, 0), or (-1, -1) where there is none.
         window = impl.sliding_window[0] + 1
-        trees = TreeBatch(
-            block_table, prefix_lens, cu_nodes, words, max_nodes, depths if window else None
+        splits = choose_splits(
+            len(trees.prefix_lens), keys.shape[2], longest, _num_cores(query.device)
         )
         return tree_attention(
             query, keys, values, trees, scale=impl.scale, soft_cap=impl.logits_soft_cap or 0.0,
-            sliding_window=window, local=local, dequant=dequant,
+            sliding_window=window, local=local, dequant=dequant, num_splits=splits,
         )  # fmt: skip
+
+
+@cache
+def _num_cores(device: torch.device) -> int:
+    """Multiprocessors of a GPU; one elsewhere, where Triton's interpreter runs."""
+    if device.type != "cuda":
+        return 1
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 
@@ -130,6 +131,7 @@ class DraftLevel:
         owners: ids of the requests that draft.
         block_table: [num_reqs, max_blocks] int32 of the head's cache group.
         prefix_lens: tokens each request has in the head's cache.
+        prefix: int64 [num_reqs], the same on the device.
         depth: of all these nodes in their trees.
         topk: nodes a level has at most.
         requests: int64 [n], whose node each is, by row of the tables above.
@@ -144,6 +146,7 @@ class DraftLevel:
     owners: Sequence[str]
     block_table: torch.Tensor
     prefix_lens: Sequence[int]
+    prefix: torch.Tensor
     depth: int
     topk: int
     requests: torch.Tensor
@@ -153,3 +156,9 @@ class DraftLevel:
     max_places: int
     shadow: PrefixShadow
     memory: dict[str, tuple[torch.Tensor, torch.Tensor]]
+
+    # vLLM's MLA layer asks its metadata which tokens decode from latents: none of ours do.
+    num_actual_tokens: ClassVar[int] = sys.maxsize
+    num_decodes: ClassVar[int] = 0
+    num_decode_tokens: ClassVar[int] = 0
+    num_prefills: ClassVar[int] = 1
