@@ -164,7 +164,7 @@ def measure(
     answers: dict[str, list[Answer]] = {name: [] for name in variants}
     seconds = dict.fromkeys(variants, 0.0)
     for variant in variants.values():
-        for group in groups[: max(1, 4 // requests)]:
+        for group in groups[: max(2, 4 // requests)]:
             variant.answer(group, max_tokens)
     before = {name: variant.counted for name, variant in variants.items()}
     for group in groups:

@@ -1,7 +1,7 @@
 """mtp_reuse on trained tiny models: the answer is plain decoding's, and drafts are accepted.
 
 What every head must hold is asked of it in ``test_eagle2.py`` and ``test_eagle2_trees.py``; here is
-what is this method's own, and latent attention, which has no trees.
+what is this method's own, and latent attention.
 """
 
 from __future__ import annotations
@@ -59,6 +59,16 @@ def test_latent_attention_with_experts(latent: Any, count: int) -> None:
     """Catches short queries split into wrong rows, and a module fed wrong states or positions."""
     found = counted(latent, CODE[:count], greedy(60))
     assert found["num_accepted_tokens"] > 0.3 * found["num_draft_tokens"]
+    assert found["num_accepted_tokens"] > 0.8 * found["num_drafts"]
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_trees_on_latent_attention(make_mtp_reuse_twins: Any, count: int) -> None:
+    """Catches latents of a branch seen by another, or left where their row was and not moved."""
+    options = {"num_speculative_tokens": 20, "topk": 4, "depth": 3}
+    twins = make_mtp_reuse_twins(options, alike=MLA)
+    prompts = [*CODE[:count], tokens(100, 1)]
+    found = counted(twins, prompts, greedy(60))
     assert found["num_accepted_tokens"] > 0.8 * found["num_drafts"]
 
 
@@ -128,7 +138,7 @@ def test_a_tree_of_a_reduced_vocabulary(make_mtp_reuse_twins: Any) -> None:
     """Catches nodes that carry a slot of the draft vocabulary where a token belongs."""
     options = {"num_speculative_tokens": 8, "topk": 3, "depth": 3, "draft_vocab_size": 256}
     found = counted(make_mtp_reuse_twins(options), CODE, greedy(60))
-    assert found["num_accepted_tokens"] > 0.5 * found["num_drafts"]
+    assert found["num_accepted_tokens"] > 0.2 * found["num_drafts"]
 
 
 def test_calibration_takes_the_best_and_harms_nothing(make_mtp_reuse_twins: Any) -> None:

@@ -6,6 +6,7 @@ import copy
 import json
 import pickle
 import shutil
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
@@ -48,7 +49,6 @@ BAD = [
     Bad("no-module", {}, ("no MTP module", "num_nextn_predict_layers"), "tiny-llama"),
     Bad("model", {"model": "x"}, ("'model' is not used", "remove it")),
     Bad("depth-of-a-chain", {"method_config": {"depth": 3}}, ("depth=3", "topk > 1", "remove it")),
-    Bad("tree-on-mla", {"method_config": {"topk": 2}}, ("topk=2", "(MLA)", "accepted: 1")),
     Bad(
         "more-nodes-than-grow",
         {"num_speculative_tokens": 12, "method_config": {"topk": 2, "depth": 2}},
@@ -142,6 +142,20 @@ def test_a_chain_takes_async_scheduling() -> None:
     """Catches what only trees cannot do refused to chains as well (CPUs switch it off)."""
     made = engine_config(mtp_reuse(), str(build(DENSE)), async_scheduling=True)
     assert made.speculative_config.ext_method == "mtp_reuse"
+
+
+def test_trees_on_latent_attention_need_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a tree promised where no backend of ours attends it."""
+    from vllm.platforms import current_platform
+
+    from speculators_ext.engines.vllm.mtp_reuse.requested import _check_tree
+
+    options: Any = parse_method_config("mtp_reuse", {"topk": 2, "depth": 3}, target=None)
+    target: Any = SimpleNamespace(hf_text_config=SimpleNamespace(kv_lora_rank=512))
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
+    with pytest.raises(ConfigError, match=r"topk=2 .*MLA.*accepted: 1") as refusal:
+        _check_tree(mtp_reuse(), options, SimpleNamespace(), target)
+    assert "\n" not in str(refusal.value)
 
 
 def test_defaults_are_a_chain_of_any_vocabulary() -> None:

@@ -21,17 +21,23 @@ if TYPE_CHECKING:
 __all__ = ["DecodeRowsCPUMLABackend", "split_short_queries"]
 
 _MOST = 16
-"""Tokens of a query that counts as short."""
+"""Tokens of a query that counts as short, or as many as a verification has."""
 
 
-def split_short_queries(batch: CommonAttentionMetadata) -> CommonAttentionMetadata:
+def split_short_queries(
+    batch: CommonAttentionMetadata, most: int = _MOST
+) -> CommonAttentionMetadata:
     """The same batch, its first requests with short queries given as one request a token.
 
     Only the first: vLLM wants decode rows before prompts, and puts short queries first itself.
+
+    Args:
+        batch: what vLLM builds metadata from, on the host.
+        most: tokens of a query that counts as short.
     """
     starts = batch.query_start_loc_cpu[: batch.num_reqs + 1].long()
     lengths = starts[1:] - starts[:-1]
-    short = (lengths <= _MOST).int()
+    short = (lengths <= most).int()
     count = int(short.cumprod(0).sum())
     num_rows = int(starts[count])
     if num_rows <= count:
@@ -72,9 +78,10 @@ class _DecodeRowsBuilder(MLACommonMetadataBuilder):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> Any:
-        return super().build(
-            common_prefix_len, split_short_queries(common_attn_metadata), fast_build
-        )
+        spec: Any = self.vllm_config.speculative_config
+        most = _MOST if spec is None else max(_MOST, spec.num_speculative_tokens + 1)
+        batch = split_short_queries(common_attn_metadata, most)
+        return super().build(common_prefix_len, batch, fast_build)
 
 
 class DecodeRowsCPUMLABackend(CPUMLABackend):

@@ -159,6 +159,7 @@ class ExtendingSpeculator(TargetDependentARSpeculator):
             seq_lens_cpu_upper_bound=torch.tensor(lengths, dtype=torch.int32),
             step=0,
         )
+        self._prepare_eplb_forward(total)
         with set_forward_context(
             metadata,
             self.vllm_config,

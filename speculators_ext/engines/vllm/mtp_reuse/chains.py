@@ -84,6 +84,7 @@ class ChainSteps:
             seq_lens_cpu_upper_bound=bound,
             step=0,
         )
+        of._prepare_eplb_forward(count)
         with set_forward_context(
             metadata,
             of.vllm_config,

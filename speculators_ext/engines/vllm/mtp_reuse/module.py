@@ -61,8 +61,11 @@ class MtpModule:
         self.model = model
         self.reduced: ReducedHead | None = None
         language_model: Any = getattr(target, "get_language_model", lambda: target)()
+        norm = getattr(language_model.model, "norm", None)
+        if hasattr(target, "get_mtp_target_hidden_states"):
+            norm = None  # it hands out states of another kind, on neither side of its norm
         self._own_norm = _look_at(find_final_norm(model.model), model)
-        self._target_norm = _look_at(getattr(language_model.model, "norm", None), target)
+        self._target_norm = _look_at(norm, target)
         self.choose(norms)
 
     def choose(self, norms: HiddenNorms) -> None:

@@ -125,7 +125,11 @@ def _check_vocabulary(options: MtpReuseConfig, args: EngineArgs, target: ModelCo
 def _check_tree(
     request: dict[str, Any], options: MtpReuseConfig, args: EngineArgs, target: ModelConfig
 ) -> None:
-    obstacle = find_tree_obstacle(target.hf_text_config)
+    from vllm.platforms import current_platform
+
+    # On a CPU our trees know latent attention too, in vLLM's reference backend.
+    latent = current_platform.is_cpu() and getattr(target.hf_text_config, "kv_lora_rank", None)
+    obstacle = None if latent else find_tree_obstacle(target.hf_text_config)
     if obstacle is not None:
         raise ConfigError(
             f"speculative method_config: topk={options.topk} is not possible, the target cannot "

@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 __all__ = ["make_compactor", "refuse_other_layers", "use_tree_backends"]
 
 _PACKAGE = __name__.rpartition(".")[0]
-_CPU_BACKENDS = {"CPU_ATTN": f"{_PACKAGE}.attention_cpu.TreeCPUBackend"}
+_CPU_BACKENDS = {
+    "CPU_ATTN": f"{_PACKAGE}.attention_cpu.TreeCPUBackend",
+    "CPU_MLA": f"{_PACKAGE}.attention_mla.TreeMLABackend",
+}
 _GPU_BACKENDS = {
     "FLASH_ATTN": f"{_PACKAGE}.attention_flash.TreeFlashBackend",
     "TRITON_ATTN": f"{_PACKAGE}.attention_triton.TreeTritonBackend",
@@ -58,8 +61,14 @@ def make_compactor(
         dtype: of the keys and values the layers write.
     """
     if device.type == "cpu":
+        from speculators_ext.engines.vllm.trees.attention_mla import (
+            LatentCompactorCPU,
+            has_latents,
+        )
         from speculators_ext.engines.vllm.trees.compaction_cpu import CompactorCPU
 
+        if all(has_latents(layer) for layer in layers.values()):
+            return LatentCompactorCPU(layers, group_of)
         return CompactorCPU(layers, group_of, dtype)
     from speculators_ext.engines.vllm.trees.compaction_gpu import CompactorGPU
 
