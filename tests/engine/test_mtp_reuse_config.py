@@ -158,6 +158,18 @@ def test_trees_on_latent_attention_need_a_cpu(monkeypatch: pytest.MonkeyPatch) -
     assert "\n" not in str(refusal.value)
 
 
+def test_trees_on_latent_attention_need_the_reference_backend() -> None:
+    """Catches a backend that cannot attend trees found out only when the model is loaded."""
+    import torch
+
+    tree = mtp_reuse(method_config={"topk": 2})
+    reference = {"attention_config": {"backend": "CPU_MLA"}, "block_size": 16}
+    engine_config(tree, str(build(MLA)), **reference)
+    if torch.cpu._is_amx_tile_supported():
+        with pytest.raises(ConfigError, match=r"topk=2 .*CPU_MLA.*attention_config"):
+            engine_config(tree, str(build(MLA)))
+
+
 def test_defaults_are_a_chain_of_any_vocabulary() -> None:
     """Catches a default that not every target takes."""
     config: Any = parse_method_config("mtp_reuse", None, target=None)

@@ -122,14 +122,27 @@ def _check_vocabulary(options: MtpReuseConfig, args: EngineArgs, target: ModelCo
         )
 
 
+def _takes_reference_backend(args: EngineArgs) -> bool:
+    """Whether vLLM builds its reference backend for latent attention on this CPU."""
+    import torch
+
+    asked = getattr(args.attention_config, "backend", None) or args.attention_backend
+    name = getattr(asked, "name", asked)
+    return name == "CPU_MLA" or not torch.cpu._is_amx_tile_supported()
+
+
 def _check_tree(
     request: dict[str, Any], options: MtpReuseConfig, args: EngineArgs, target: ModelConfig
 ) -> None:
     from vllm.platforms import current_platform
 
-    # On a CPU our trees know latent attention too, in vLLM's reference backend.
     latent = current_platform.is_cpu() and getattr(target.hf_text_config, "kv_lora_rank", None)
     obstacle = None if latent else find_tree_obstacle(target.hf_text_config)
+    if latent and not _takes_reference_backend(args):
+        obstacle = (
+            "on this CPU vLLM takes its AMX backend for latent attention, and trees are known to "
+            "CPU_MLA (set it as the backend in attention_config, with block_size 16)"
+        )
     if obstacle is not None:
         raise ConfigError(
             f"speculative method_config: topk={options.topk} is not possible, the target cannot "
