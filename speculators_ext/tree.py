@@ -8,6 +8,7 @@ chain is a tree whose every row follows the row before it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -21,10 +22,13 @@ class DraftTree:
     Attributes:
         tokens: int64 [n], the root's token first.
         parents: int32 [n], the parent's row; -1 for the root.
+        scores: float32 [n], the drafter's log-probability of each row's path, 0 for the root; None
+            where it gives none.
     """
 
     tokens: np.ndarray
     parents: np.ndarray
+    scores: np.ndarray | None = None
 
     @classmethod
     def of(cls, tokens: list[int], parents: list[int]) -> DraftTree:
@@ -46,7 +50,10 @@ class DraftTree:
 
     def cut(self, num_rows: int) -> DraftTree:
         """The tree of the first ``num_rows`` rows."""
-        return DraftTree(self.tokens[:num_rows], self.parents[:num_rows])
+        if num_rows >= len(self):
+            return self
+        scores = None if self.scores is None else self.scores[:num_rows]
+        return DraftTree(self.tokens[:num_rows], self.parents[:num_rows], scores)
 
     @property
     def is_chain(self) -> bool:
@@ -55,11 +62,23 @@ class DraftTree:
 
     def depths(self) -> np.ndarray:
         """int32 [n], how many rows lie above each."""
+        return self._depths
+
+    @cached_property
+    def _depths(self) -> np.ndarray:
         return self.ancestors().sum(axis=1, dtype=np.int32) - 1
 
     def ancestors(self) -> np.ndarray:
         """bool [n, n]; entry (i, j): row j is row i or one of its ancestors."""
+        return self._ancestors
+
+    @cached_property
+    def _ancestors(self) -> np.ndarray:
         sees = np.eye(len(self), dtype=bool)
-        for row in range(1, len(self)):
-            sees[row] |= sees[self.parents[row]]
+        rows, above = np.arange(len(self)), self.parents
+        while len(rows):  # once a level
+            deep = above >= 0
+            rows, above = rows[deep], above[deep]
+            sees[rows, above] = True
+            above = self.parents[above]
         return sees

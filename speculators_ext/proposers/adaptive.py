@@ -5,8 +5,9 @@ the same batch size: drafting then has the speed, relative to none,
 
     gain(d) = E[tokens](d) / (1 + v * E[drafts a row] + c * E[draft steps] + s)
 
-with v the cost of one more verified token a row, c that of a draft step, s the share of the skip
-search, and the expectations from the acceptance by position. The deepest gain wins, if it is
+with v the cost of one more verified token a row, c that of a draft step, s the share of what is not
+paid in every step (a skip search, a head's catching up over a prompt), and the expectations from
+the acceptance by position. The deepest gain wins, if it is
 worth it. While it is not, drafting stays off and is tried again for a few steps now and then; the
 time this loses is counted and bought back by waiting, so it stays within `BUDGET` of the total.
 
@@ -22,7 +23,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from speculators_ext.proposers.estimates import RunningMedian, SlopeWindow, Survival
+from speculators_ext.proposers.estimates import LineWindow, RunningMedian, SlopeWindow, Survival
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -47,6 +48,9 @@ PATIENCE = 8
 LOSS_WINDOW, LOSS_LIMIT = 24, 0.3
 # A time counts at most so many times its estimate in the account of what was lost.
 CLIP = 3.0
+# What is paid once a request is spread over the last hundred drafted steps or so, and over no
+# fewer than these: one start would else look like a price of every step.
+ONCE_DECAY, ONCE_STEPS = 0.99, 64.0
 
 
 class RowOutcome(NamedTuple):
@@ -90,11 +94,11 @@ class Estimates(NamedTuple):
 
 
 @dataclass
-class _Regime:
-    """Costs and state of one bucket of batch sizes."""
+class Regime:
+    """Costs and state of one bucket of batch sizes; a controller's own."""
 
     plain: RunningMedian = field(default_factory=lambda: RunningMedian(9))
-    verify: SlopeWindow = field(default_factory=lambda: SlopeWindow(48))
+    verify: SlopeWindow | LineWindow = field(default_factory=lambda: SlopeWindow(48))
     draft: SlopeWindow = field(default_factory=lambda: SlopeWindow(48))
     search: SlopeWindow = field(default_factory=lambda: SlopeWindow(8))
     mode: _Mode = "measure"
@@ -103,9 +107,20 @@ class _Regime:
     backoff: int = BACKOFF_FIRST
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=LOSS_WINDOW))
     lost: float = 0.0  # plain steps lost by drafting since it last stopped; < 0 is a profit
+    once: float = 0.0  # plain steps paid once a request, in the steps below; both decay
+    once_steps: float = 0.0
     drafting_steps: int = 0
     unprofitable: int = 0
     said_stopped: bool = False
+
+    def pay_once(self, cost: float) -> None:
+        """Book a drafted step's share of what is paid once a request, in plain steps."""
+        self.once = ONCE_DECAY * self.once + cost
+        self.once_steps = ONCE_DECAY * self.once_steps + 1
+
+    def once_share(self) -> float:
+        """What of it falls on a drafted step."""
+        return self.once / max(self.once_steps, ONCE_STEPS)
 
 
 def bucket(num_rows: int) -> int:
@@ -139,7 +154,7 @@ class DepthController:
         self._refresh_interval = refresh_interval
         self._margin = margin
         self._fixed_launches = fixed_launches
-        self._regimes: dict[int, _Regime] = {}
+        self._regimes: dict[int, Regime] = {}
         self._accepted = Survival(max_depth, prior=0.7, strength=4.0, decay=0.99)
         self._drafted = Survival(max_depth, prior=0.95, strength=4.0, decay=0.99)
 
@@ -162,6 +177,7 @@ class DepthController:
         draft_steps: int = 0,
         draft_seconds: float = 0.0,
         search_seconds: float = 0.0,
+        once_seconds: float = 0.0,
     ) -> Transition | None:
         """Take in one step: the verification of earlier drafts, then the drafting of new ones.
 
@@ -172,6 +188,8 @@ class DepthController:
             draft_steps: draft forwards run after it.
             draft_seconds: what they took together.
             search_seconds: what the skip search took where it ran in this step, else 0.
+            once_seconds: what drafting took beyond that and will not take in the next step, as for
+                a prompt that a draft head had to read.
 
         Returns:
             "stopped" or "resumed" where drafting does, for the log.
@@ -185,11 +203,15 @@ class DepthController:
         width = sum(row.drafted for row in rows) / len(rows)
         self._measure(regime, width, verify_seconds, draft_steps, draft_seconds, search_seconds)
         self._account(regime, rows, verify_seconds, draft_steps, draft_seconds, search_seconds)
-        return self._advance(regime, len(rows), width > 0)
+        plain = regime.plain.value()
+        if plain and (draft_steps or once_seconds):
+            regime.pay_once(once_seconds / plain)
+            regime.lost += once_seconds / plain
+        return self._advance(regime, len(rows), any(row.cap for row in rows))
 
     def estimates(self, num_rows: int) -> Estimates:
         """Return what is known for `num_rows` rows, for a log line or a report."""
-        regime = self._regimes.get(bucket(num_rows), _Regime())
+        regime = self._regimes.get(bucket(num_rows)) or self._new_regime()
         depth, gain = self._best(regime, num_rows, self._max_depth)
         return Estimates(
             depth,
@@ -201,15 +223,18 @@ class DepthController:
             tuple(self._accepted.conditional()),
         )
 
-    def _regime(self, num_rows: int) -> _Regime:
+    def _regime(self, num_rows: int) -> Regime:
         key = bucket(num_rows)
         if key not in self._regimes:
-            self._regimes[key] = _Regime()
+            self._regimes[key] = self._new_regime()
         return self._regimes[key]
+
+    def _new_regime(self) -> Regime:
+        return Regime()
 
     @staticmethod
     def _measure(
-        regime: _Regime,
+        regime: Regime,
         width: float,
         verify_seconds: float | None,
         draft_steps: int,
@@ -231,7 +256,7 @@ class DepthController:
 
     @staticmethod
     def _account(
-        regime: _Regime,
+        regime: Regime,
         rows: Sequence[RowOutcome],
         verify_seconds: float | None,
         draft_steps: int,
@@ -245,7 +270,7 @@ class DepthController:
         extra = 0.0
         drafts = sum(row.drafted for row in rows) / len(rows)
         if drafts:
-            expected = 1 + (regime.verify.value() or 0.0) * drafts
+            expected = 1 + regime.verify.at(drafts)
             spent = expected if verify_seconds is None else verify_seconds / plain
             tokens = 1 + sum(row.accepted for row in rows) / len(rows)
             extra += min(spent, CLIP * expected) - tokens
@@ -256,13 +281,13 @@ class DepthController:
         regime.lost += extra
         regime.recent.append(extra)
 
-    def _best(self, regime: _Regime, num_rows: int, limit: int) -> tuple[int, float]:
+    def _best(self, regime: Regime, num_rows: int, limit: int) -> tuple[int, float]:
         """Return the depth in 1 .. limit with the greatest gain, and that gain."""
         verify, draft = regime.verify.value(), regime.draft.value()
         if verify is None or draft is None:
             return min(limit, PROBE_DEPTH), 1.0
         tokens, width, steps = 1.0, 0.0, 0.0
-        search = (regime.search.value() or 0.0) / self._refresh_interval
+        search = (regime.search.value() or 0.0) / self._refresh_interval + regime.once_share()
         best = (1, 0.0)
         survivals = zip(self._accepted.survival(), self._drafted.survival(), strict=True)
         for depth, (accepted, drafted) in enumerate(survivals, start=1):
@@ -276,7 +301,7 @@ class DepthController:
                 best = (depth, gain)
         return best
 
-    def _advance(self, regime: _Regime, num_rows: int, drafted: bool) -> Transition | None:
+    def _advance(self, regime: Regime, num_rows: int, drafted: bool) -> Transition | None:
         """Move between measuring, trying, drafting and waiting."""
         if regime.mode == "measure":
             if len(regime.plain) >= PLAIN_SAMPLES:
@@ -300,7 +325,7 @@ class DepthController:
         losing = len(regime.recent) == LOSS_WINDOW and sum(regime.recent) > LOSS_WINDOW * LOSS_LIMIT
         return self._stop(regime) if losing or regime.unprofitable >= PATIENCE else None
 
-    def _leave_measuring(self, regime: _Regime, num_rows: int) -> None:
+    def _leave_measuring(self, regime: Regime, num_rows: int) -> None:
         """Try drafting, unless it does not pay at the nearest batch size that was tried."""
         others = [key for key, other in self._regimes.items() if other.mode != "measure"]
         if others:
@@ -310,26 +335,30 @@ class DepthController:
                 return
         self._probe(regime, num_rows)
 
-    def _probe(self, regime: _Regime, num_rows: int) -> None:
+    def _probe(self, regime: Regime, num_rows: int) -> None:
         regime.mode, regime.left = "probe", PROBE_STEPS
         regime.depth, _ = self._best(regime, num_rows, min(PROBE_DEPTH, self._max_depth))
 
-    def _try_again(self, regime: _Regime, num_rows: int) -> None:
+    def _try_again(self, regime: Regime, num_rows: int) -> None:
         """Start a try that mostly counts for itself: what was known may no longer hold."""
-        for survival in (self._accepted, self._drafted):
-            survival.forget(0.1)
+        self._forget(0.1)
         for costs in (regime.verify, regime.draft):
             costs.keep_last(PROBE_STEPS // 2)
         self._probe(regime, num_rows)
 
-    def _start(self, regime: _Regime, num_rows: int) -> Transition | None:
+    def _forget(self, share: float) -> None:
+        """Let what was learned about acceptance weigh so much less."""
+        self._accepted.forget(share)
+        self._drafted.forget(share)
+
+    def _start(self, regime: Regime, num_rows: int) -> Transition | None:
         regime.mode, regime.drafting_steps, regime.unprofitable = "on", 0, 0
         regime.recent.clear()
         regime.depth, _ = self._best(regime, num_rows, self._max_depth)
         said, regime.said_stopped = regime.said_stopped, False
         return "resumed" if said else None
 
-    def _stop(self, regime: _Regime) -> Transition | None:
+    def _stop(self, regime: Regime) -> Transition | None:
         """Wait long enough that the time just lost is within the budget."""
         repay = math.ceil(max(0.0, regime.lost) / BUDGET)
         regime.left = min(max(regime.backoff, repay), BACKOFF_LAST)

@@ -6,6 +6,8 @@ from collections import deque
 from statistics import median
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
@@ -50,8 +52,55 @@ class SlopeWindow:
         """Return the slope, at least 0; None before the first point."""
         return self._slope
 
+    def at(self, x: float) -> float:
+        """Return y at x, 0 before the first point."""
+        return x * (self._slope or 0.0)
+
     def keep_last(self, count: int) -> None:
         """Forget all but the last `count` points; the slope holds until the next one."""
+        while len(self._points) > count:
+            self._points.popleft()
+
+
+class LineWindow:
+    """A line a + b x with a, b >= 0, from the last `window` points, x > 0.
+
+    The slope is the median of all slopes between two points (Theil and Sen), a the median of what
+    is left: a third of the points may lie anywhere. Where the x lie too close together to tell, or
+    the line would start below 0, it goes through the origin.
+    """
+
+    def __init__(self, window: int) -> None:
+        self._points: deque[tuple[float, float]] = deque(maxlen=window)
+        self._start = 0.0
+        self._slope: float | None = None
+
+    def observe(self, x: float, y: float) -> None:
+        """Add one point, x > 0."""
+        self._points.append((x, y))
+        xs, ys = np.asarray(self._points).T
+        self._start = 0.0
+        self._slope = max(0.0, _weighted_median(zip((ys / xs).tolist(), xs.tolist(), strict=True)))
+        if len(xs) < 4 or np.ptp(xs) < max(0.5, 0.2 * float(np.median(xs))):
+            return
+        first, second = np.triu_indices(len(xs), 1)
+        run = xs[second] - xs[first]
+        apart = np.abs(run) >= 0.25 * np.ptp(xs)
+        slope = max(0.0, float(np.median((ys[second] - ys[first])[apart] / run[apart])))
+        start = float(np.median(ys - slope * xs))
+        if start > 0:
+            self._start, self._slope = start, slope
+
+    def value(self) -> float | None:
+        """Return the slope, at least 0; None before the first point."""
+        return self._slope
+
+    def at(self, x: float) -> float:
+        """Return y at x; 0 at 0 and before the first point."""
+        return 0.0 if x <= 0 else self._start + x * (self._slope or 0.0)
+
+    def keep_last(self, count: int) -> None:
+        """Forget all but the last `count` points; the line holds until the next one."""
         while len(self._points) > count:
             self._points.popleft()
 

@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING
 
 from speculators_ext.engines.vllm.log import logger
 from speculators_ext.proposers.adaptive import DepthController, RowOutcome
+from speculators_ext.proposers.estimates import RunningMedian
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     import torch
     from vllm.v1.worker.gpu.input_batch import InputBatch
+
+    from speculators_ext.proposers.adaptive import Transition
 
 __all__ = ["StepClock"]
 
@@ -43,11 +46,12 @@ class StepClock:
         self._ended: float | None = None
         self._batch: list[str] = []
         self._caps: dict[str, int] = {}
+        self._steady_extend = RunningMedian(9)
         self._clear()
 
     def _clear(self) -> None:
         self._verify_seconds: float | None = None
-        self._draft_seconds = self._search_seconds = 0.0
+        self._draft_seconds = self._search_seconds = self._once_seconds = 0.0
         self._draft_steps = 0
 
     def depth(self, num_rows: int) -> int:
@@ -74,6 +78,31 @@ class StepClock:
         self._draft_steps = max(self._draft_steps, step + 1)
 
     @contextmanager
+    def extending(self, new_rows: int, all_rows: int) -> Iterator[None]:
+        """Around a head's forward over what the target kept.
+
+        Rows beyond this step's own are a prompt, or what was written while nothing was drafted:
+        they are run once, and what they take is no price of the rounds to come.
+
+        Args:
+            new_rows: rows this step's decoding requests kept, of those that draft now.
+            all_rows: rows run.
+        """
+        started = time.perf_counter()
+        yield
+        seconds = time.perf_counter() - started
+        usual = self._steady_extend.value()
+        if new_rows == all_rows:
+            self._steady_extend.observe(seconds)
+            usual = seconds
+        elif new_rows == 0:
+            usual = 0.0
+        elif usual is None:
+            usual = seconds * new_rows / all_rows
+        self._draft_seconds += min(seconds, usual)
+        self._once_seconds += max(0.0, seconds - usual)
+
+    @contextmanager
     def searching(self) -> Iterator[None]:
         """Around one search for a skip set."""
         started = time.perf_counter()
@@ -90,19 +119,26 @@ class StepClock:
         """
         if self._controller is None:
             return
-        outcomes = self._outcomes(input_batch, num_sampled.tolist())
-        transition = self._controller.observe(
-            outcomes,
+        sampled = num_sampled.tolist()
+        transition = self._observe(self._controller, input_batch, sampled)
+        if transition is not None:
+            self._say(transition, sum(count > 0 for count in sampled))
+        self._caps = dict(zip(input_batch.req_ids, caps, strict=False))
+        self._clear()
+        self._ended = time.perf_counter()
+
+    def _observe(
+        self, controller: DepthController, input_batch: InputBatch, sampled: list[int]
+    ) -> Transition | None:
+        """Tell the controller what the round was like."""
+        return controller.observe(
+            self._outcomes(input_batch, sampled),
             verify_seconds=self._verify_seconds,
             draft_steps=self._draft_steps,
             draft_seconds=self._draft_seconds,
             search_seconds=self._search_seconds,
+            once_seconds=self._once_seconds,
         )
-        if transition is not None:
-            self._say(transition, len(outcomes))
-        self._caps = dict(zip(input_batch.req_ids, caps, strict=False))
-        self._clear()
-        self._ended = time.perf_counter()
 
     def _outcomes(self, input_batch: InputBatch, sampled: list[int]) -> list[RowOutcome]:
         drafted = input_batch.num_draft_tokens_per_req

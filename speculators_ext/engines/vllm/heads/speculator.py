@@ -151,7 +151,7 @@ class HeadSpeculator(ExtendingSpeculator):
         )  # fmt: skip
         plan = decided_on_rank_0(self.plan(sum(count > 0 for count in sampled)))
         caps = self._limits(input_batch, sampled, lengths, plan.levels)
-        trees = self._draft(input_batch, caps, next_tokens, num_speculative_tokens, plan)
+        trees = self._draft(input_batch, caps, sampled, next_tokens, num_speculative_tokens, plan)
         for row, tree in trees.items():
             drafts[row, : len(tree) - 1] = torch.from_numpy(tree.tokens[1:])
         self._clock.end(input_batch, num_sampled, caps)
@@ -174,6 +174,7 @@ class HeadSpeculator(ExtendingSpeculator):
         self,
         input_batch: InputBatch,
         caps: list[int],
+        sampled: list[int],
         next_tokens: torch.Tensor,
         num_speculative_tokens: int | None,
         plan: Plan,
@@ -186,11 +187,14 @@ class HeadSpeculator(ExtendingSpeculator):
         ]
         if not rows:
             return {}
-        with self._clock.drafting(0):
+        growing = [index for index, row in enumerate(rows) if caps[row]]
+        sizes = [backlog.size(slots[row]) for row in rows]
+        new = sum(min(sizes[index], sampled[rows[index]]) for index in growing)
+        with self._clock.extending(new, sum(sizes)):
             hidden, features, lengths = self._extend(input_batch, rows)
-            growing = [index for index, row in enumerate(rows) if caps[row]]
-            if not growing:
-                return {}
+        if not growing:
+            return {}
+        with self._clock.drafting(0):
             rows = [rows[index] for index in growing]
             nodes = -(-self.num_speculative_steps * plan.levels // self.full_depth)
             options = self._state.request_options

@@ -34,6 +34,7 @@ class TreeSpeculator(HeadSpeculator):
     """
 
     _clock: TreeClock
+    _head_type: type[VllmHead] = VllmHead
 
     def __init__(
         self, vllm_config: VllmConfig, device: torch.device, req_states: RequestState
@@ -67,6 +68,7 @@ class TreeSpeculator(HeadSpeculator):
 
     def plan(self, num_rows: int) -> Plan:
         """What ``num_rows`` decoding rows may draft in this round."""
+        self._clock.verified(self._state.trees.step.paths)
         return self._clock.plan(num_rows)
 
     def note_drafts(self, input_batch: InputBatch, trees: dict[int, DraftTree]) -> None:
@@ -98,16 +100,16 @@ class TreeSpeculator(HeadSpeculator):
             depth=max(roots.max_levels), prune=self.device.type == "cpu",
         )  # fmt: skip
         self._clock.ran(1 + head.num_steps)
-        tokens, parents = grown.tokens.cpu().numpy(), grown.parents.cpu().numpy()
+        sides = [side.cpu().numpy() for side in (grown.tokens, grown.parents, grown.scores)]
         return [
-            DraftTree(tokens[i, :n], parents[i, :n]) for i, n in enumerate(grown.counts.tolist())
+            DraftTree(*(side[i, :n] for side in sides)) for i, n in enumerate(grown.counts.tolist())
         ]
 
     def _make_head(self, input_batch: InputBatch, roots: Roots) -> VllmHead:
         """The head over the caches of the requests that draft."""
         tables = self.block_tables.block_tables
         own = input_batch.idx_mapping[roots.rows]
-        return VllmHead(
+        return self._head_type(
             self.model,
             self.vllm_config,
             [input_batch.req_ids[row] for row in roots.rows],

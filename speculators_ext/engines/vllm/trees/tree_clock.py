@@ -4,20 +4,26 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+
 from speculators_ext.engines.vllm.step_clock import StepClock
-from speculators_ext.proposers.adaptive import RowOutcome
+from speculators_ext.proposers.adaptive_trees import (
+    TreeController,
+    TreeCut,
+    TreeOutcome,
+    floor_of,
+)
 
 if TYPE_CHECKING:
+    import torch
     from vllm.v1.worker.gpu.input_batch import InputBatch
 
+    from speculators_ext.proposers.adaptive import DepthController, Transition
     from speculators_ext.tree import DraftTree
 
 __all__ = ["Plan", "TreeClock"]
 
-# Chance that one of a node's children is accepted when the node is: what a level adds, at most.
-_ACCEPTANCE = 0.7
-# Weight that the mean tree keeps from round to round.
-_DECAY = 0.98
+_NOTHING = TreeOutcome(TreeCut(0, 0), 0, *(np.empty(0, dtype=kind) for kind in (int, float, bool)))
 
 
 class Plan(NamedTuple):
@@ -35,10 +41,7 @@ class Plan(NamedTuple):
 
 
 class TreeClock(StepClock):
-    """A step clock whose unit of drafting is a level of the tree.
-
-    The controller says how deep trees may be; within that, each tree grows where the head is sure
-    enough for the measured cost of another level and of another verified node.
+    """A step clock whose unit of drafting is a level of the tree, of verifying a node.
 
     Args:
         depth: levels of a full tree.
@@ -47,17 +50,31 @@ class TreeClock(StepClock):
 
     def __init__(self, depth: int, *, adaptive: bool) -> None:
         super().__init__(depth, 1, adaptive=adaptive, fixed_launches=False)
-        self._levels: dict[str, int] = {}
-        self._mean_levels = self._mean_nodes = 1.0
+        self._sizes = TreeController(depth) if adaptive else None
+        self._controller = self._sizes
+        self._paths: torch.Tensor | None = None
+        self._cut = self._next_cut = TreeCut(0, 0)
+        self._levels_run = 0
+        self._trees: dict[str, DraftTree] = {}
+
+    def verified(self, paths: torch.Tensor | None) -> None:
+        """What the round's step accepted, int32 [num_reqs, depth + 1]: local rows, -1 behind."""
+        self._paths = paths
 
     def plan(self, num_rows: int) -> Plan:
         """What ``num_rows`` decoding rows may draft in this round."""
-        levels = self.depth(num_rows)
-        known = self._controller.estimates(num_rows) if self._controller and levels else None
-        if known is None or known.draft_step is None or known.verify_per_token is None:
-            return Plan(levels, 0.0, 0.0)
-        node = known.verify_per_token * self._mean_levels / self._mean_nodes
-        return Plan(levels, min(known.draft_step / _ACCEPTANCE, 1.0), min(node, 1.0))
+        if self._sizes is None:
+            return Plan(self._max_depth, 0.0, 0.0)
+        self._next_cut = self._sizes.cut(num_rows) if num_rows else TreeCut(0, 0)
+        levels, last = self._next_cut
+        known = self._sizes.estimates(num_rows)
+        if not levels or known.draft_step is None:
+            return Plan(levels, 0.0, floor_of(last) if levels else 0.0)
+        # Of what reaches a level so much is accepted in it, for each token of which
+        # the round could take that much longer.
+        accepted = known.acceptance[min(1, len(known.acceptance) - 1)]
+        level_floor = known.draft_step * max(1.0, known.gain) / max(accepted, 0.1)
+        return Plan(levels, min(level_floor, 1.0), floor_of(last))
 
     def ran(self, levels: int) -> None:
         """How many levels the drafting that is being timed has run."""
@@ -65,19 +82,45 @@ class TreeClock(StepClock):
 
     def drafted(self, trees: dict[str, DraftTree]) -> None:
         """Each request's new tree, by id; call it when the round has ended."""
-        self._levels = {req_id: int(tree.depths().max()) for req_id, tree in trees.items()}
-        for tree, levels in zip(trees.values(), self._levels.values(), strict=True):
-            self._mean_levels += (1 - _DECAY) * (levels - self._mean_levels)
-            self._mean_nodes += (1 - _DECAY) * (len(tree) - 1 - self._mean_nodes)
+        self._trees = trees
 
-    def _outcomes(self, input_batch: InputBatch, sampled: list[int]) -> list[RowOutcome]:
-        scheduled = input_batch.num_draft_tokens_per_req
-        outcomes = []
-        for row, req_id in enumerate(input_batch.req_ids):
-            if sampled[row] == 0:
-                continue
-            verified = scheduled is not None and scheduled[row] > 0
-            levels = self._levels.get(req_id, 0) if verified else 0
-            cap = max(levels, self._caps.get(req_id, 0))
-            outcomes.append(RowOutcome(cap, levels, min(sampled[row] - 1, levels)))
-        return outcomes
+    def _observe(
+        self, controller: DepthController, input_batch: InputBatch, sampled: list[int]
+    ) -> Transition | None:
+        assert isinstance(controller, TreeController)
+        paths = None if self._paths is None else self._paths.cpu().numpy()
+        transition = controller.observe_trees(
+            [
+                self._outcome(input_batch, row, count, paths)
+                for row, count in enumerate(sampled)
+                if count
+            ],
+            verify_seconds=self._verify_seconds,
+            draft_asked=self._next_cut.levels if self._draft_steps else 0,
+            draft_steps=self._draft_steps,
+            draft_seconds=self._draft_seconds,
+            once_seconds=self._once_seconds,
+        )
+        self._cut, self._levels_run = self._next_cut, self._draft_steps
+        return transition
+
+    def _outcome(
+        self, input_batch: InputBatch, row: int, sampled: int, paths: np.ndarray | None
+    ) -> TreeOutcome:
+        """What became of a request's drafts."""
+        req_id = input_batch.req_ids[row]
+        cap, scheduled = self._caps.get(req_id, 0), input_batch.num_draft_tokens_per_req
+        if not cap:
+            return _NOTHING
+        cut = TreeCut(min(cap, self._cut.levels), self._cut.bin)
+        run = min(cut.levels, self._levels_run)
+        tree = self._trees.get(req_id)
+        if tree is None:
+            return _NOTHING._replace(cut=cut, run=run)
+        if scheduled is None or paths is None or not scheduled[row]:
+            return _NOTHING
+        tree = tree.cut(int(scheduled[row]) + 1)
+        accepted = np.zeros(len(tree), dtype=bool)
+        accepted[paths[row, :sampled]] = True
+        scores = np.zeros(len(tree)) if tree.scores is None else tree.scores
+        return TreeOutcome(cut, run, tree.depths()[1:], np.exp(scores[1:]), accepted[1:])
