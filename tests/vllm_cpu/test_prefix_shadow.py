@@ -61,3 +61,24 @@ def test_owners_and_layers_are_apart() -> None:
     caches[0].fill_(6.0)
     keys, _ = shadow.rows("a", "0", caches[0], layout, TABLE, 40, 1, doubled)
     assert (keys[:, :40] == 12.0).all()
+
+
+@pytest.mark.parametrize("path", [[0, 1, 2], [0, 2, 5], [0, 1, 4, 6], [0]])
+def test_rows_that_stay_move_to_the_front(path: list[int]) -> None:
+    """Catches rows of another layer or side moved, or one overwritten before it is read."""
+    cache = torch.zeros(8, HEADS, BLOCK, 2 * SIZE)
+    layout = learn_layout(cache.clone(), write, torch.float32)
+    shadow, prefix_len, marks = PrefixShadow(), 40, {}
+    for number, layer in enumerate("abcde"):
+        sides = shadow.rows("r", layer, cache, layout, TABLE, prefix_len, 7, doubled)
+        for side, rows in enumerate(sides):
+            marks[layer, side] = torch.arange(7.0).view(1, 7, 1) + 10 * number + 100 * side
+            rows[:, prefix_len:] = marks[layer, side]
+    shadow.keep("r", "abd", prefix_len, path)  # the others are read from the cache again
+    until = prefix_len + len(path)
+    for layer in "abcde":
+        sides = shadow.rows("r", layer, cache, layout, TABLE, until, 3, doubled)
+        for side, rows in enumerate(sides):
+            want = marks[layer, side][:, path] if layer in "abd" else torch.zeros(1, len(path), 1)
+            assert (rows[:, prefix_len:until] == want).all(), (layer, side)
+            assert (rows[:, :prefix_len] == 0).all()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from speculators_ext.engines.vllm.attention.kv_layout import read_prefix
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterable, Sequence
+    from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 
     import torch
 
@@ -23,12 +23,20 @@ _ROOM = 128
 """Positions a copy grows by."""
 
 
-class _Copy(NamedTuple):
-    """One request's keys and values in one layer, [num_kv_heads, room, head_size] each."""
+_Kind = tuple[int, int, "torch.dtype"]
+"""Layers whose copies lie in one tensor: heads, head size, the cache's dtype."""
 
-    keys: torch.Tensor
-    values: torch.Tensor
-    seen: int
+
+class _Copies(NamedTuple):
+    """One request's keys and values in layers of a kind.
+
+    Attributes:
+        sides: [2, layers, num_kv_heads, room, head_size], keys and values.
+        seen: positions copied, by the layer's place.
+    """
+
+    sides: torch.Tensor
+    seen: dict[int, int]
 
 
 class PrefixShadow:
@@ -39,7 +47,8 @@ class PrefixShadow:
     """
 
     def __init__(self) -> None:
-        self._copies: dict[Hashable, dict[str, _Copy]] = {}
+        self._copies: dict[Hashable, dict[_Kind, _Copies]] = {}
+        self._places: dict[_Kind, dict[str, int]] = {}
 
     def keep_only(self, owners: Sequence[Hashable]) -> None:
         """Drop the copies of all other owners."""
@@ -73,15 +82,23 @@ class PrefixShadow:
         Returns:
             Keys and values [num_kv_heads, prefix_len + extra, head_size], views of the copy.
         """
-        layers = self._copies.setdefault(owner, {})
-        copy = layers.get(layer_name)
-        seen = min(copy.seen, prefix_len) if copy else 0
+        kind = (kv_cache.shape[1], layout.head_size, kv_cache.dtype)
+        places = self._places.setdefault(kind, {})
+        place = places.setdefault(layer_name, len(places))
+        kinds = self._copies.setdefault(owner, {})
+        copies = kinds.get(kind)
+        known = copies.seen.get(place) if copies else None
         length = prefix_len + extra
         # A prefix that shrank is cut too: the caller's rows overwrite what stood behind it.
-        if copy is None or copy.seen != prefix_len or copy.keys.shape[1] < length:
+        if copies is None or known != prefix_len or copies.sides.shape[3] < length:
+            seen = min(known or 0, prefix_len)
             fresh = convert(*read_prefix(kv_cache, layout, block_table, seen, prefix_len))
-            copy = layers[layer_name] = _extended(copy, seen, fresh, length)
-        return copy.keys[:, :length], copy.values[:, :length]
+            copies = kinds[kind] = _with_room(copies, fresh[0], len(places), length)
+            for side, new in zip(copies.sides, fresh, strict=True):
+                side[place, :, seen:prefix_len] = new
+            copies.seen[place] = prefix_len
+        keys, values = copies.sides[:, place, :, :length]
+        return keys, values
 
     def keep(
         self, owner: Hashable, layer_names: Iterable[str], prefix_len: int, rows: Sequence[int]
@@ -94,35 +111,44 @@ class PrefixShadow:
             prefix_len: what ``rows`` was last called with.
             rows: ascending numbers of the rows that stay, in order.
         """
-        layers = self._copies.get(owner, {})
         until = prefix_len + len(rows)
-        in_place = list(rows) == list(range(len(rows)))
-        for name in layer_names:
-            copy = layers.get(name)
-            if copy is None or copy.seen != prefix_len:
-                continue
-            for side in () if in_place else (copy.keys, copy.values):
-                side[:, prefix_len:until] = side[:, [prefix_len + row for row in rows]]
-            layers[name] = copy._replace(seen=until)
+        first = next((i for i, row in enumerate(rows) if row != i), len(rows))
+        sources = [prefix_len + row for row in rows[first:]]
+        names = set(layer_names)
+        for kind, copies in self._copies.get(owner, {}).items():
+            for places in _runs(
+                place
+                for name, place in self._places[kind].items()
+                if name in names and copies.seen.get(place) == prefix_len
+            ):
+                copies.seen.update(dict.fromkeys(places, until))
+                if sources:
+                    sides = copies.sides[:, places.start : places.stop]
+                    sides[:, :, :, prefix_len + first : until] = sides[:, :, :, sources]
 
 
-def _extended(
-    copy: _Copy | None, seen: int, fresh: tuple[torch.Tensor, torch.Tensor], length: int
-) -> _Copy:
-    """``copy`` with the fresh positions behind the ``seen`` ones and room for ``length``."""
-    until = seen + fresh[0].shape[1]
-    kept = (copy.keys, copy.values) if copy else (None, None)
-    keys, values = (_written(old, seen, new, length) for old, new in zip(kept, fresh, strict=True))
-    return _Copy(keys, values, until)
+def _runs(places: Iterable[int]) -> Iterator[range]:
+    """Ascending numbers as ranges."""
+    run: range | None = None
+    for place in places:
+        if run is not None and place != run.stop:
+            yield run
+            run = None
+        run = range(run.start if run else place, place + 1)
+    if run is not None:
+        yield run
 
 
-def _written(old: torch.Tensor | None, seen: int, new: torch.Tensor, length: int) -> torch.Tensor:
-    """One side: ``old``, or where it is too short a longer copy of it, with ``new`` written."""
-    heads, count, head_size = new.shape
-    if old is None or old.shape[1] < length:
-        grown = new.new_empty(heads, -(-length // _ROOM) * _ROOM, head_size)
-        if old is not None:
-            grown[:, :seen] = old[:, :seen]
-        old = grown
-    old[:, seen : seen + count] = new
-    return old
+def _with_room(old: _Copies | None, like: torch.Tensor, num_layers: int, length: int) -> _Copies:
+    """``old``, or where it is too small a larger copy of it; ``like`` [heads, any, head_size]."""
+    if old is not None and old.sides.shape[1] >= num_layers and old.sides.shape[3] >= length:
+        return old
+    room = -(-length // _ROOM) * _ROOM
+    if old is not None:  # layers are met one after another
+        num_layers = max(old.sides.shape[1], 1 << (num_layers - 1).bit_length())
+        room = max(room, old.sides.shape[3])
+    sides = like.new_empty(2, num_layers, like.shape[0], room, like.shape[2])
+    if old is not None:
+        _, layers, _, kept, _ = old.sides.shape
+        sides[:, :layers, :, :kept] = old.sides
+    return _Copies(sides, old.seen if old else {})

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from speculators_ext.engines.vllm.attention.kv_layout import read_prefix
 from speculators_ext.engines.vllm.attention.packed_rows import (
     PackedRowsCPUBackend,
     PackedRowsCPUImpl,
@@ -70,8 +71,14 @@ class TreeCPUImpl(PackedRowsCPUImpl):
                 layer, kv_cache, key.dtype, step.shadow, tree.owner,
                 attn_metadata.block_table[tree.request], tree.prefix_len, len(tree.depths),
             )  # fmt: skip
-            keys[:, tree.prefix_len :] = key[tree.rows].transpose(0, 1)
-            values[:, tree.prefix_len :] = value[tree.rows].transpose(0, 1)
+            own = key[tree.rows].transpose(0, 1), value[tree.rows].transpose(0, 1)
+            if self.is_fp8_kv_cache:  # plain decoding attends to what the cache made of them
+                stop = tree.prefix_len + len(tree.depths)
+                cache, layout = self.readable(layer, kv_cache, key.dtype)
+                table = attn_metadata.block_table[tree.request]
+                stored = read_prefix(cache, layout, table, tree.prefix_len, stop)
+                own = self._computable(layer, *stored, key.dtype)
+            keys[:, tree.prefix_len :], values[:, tree.prefix_len :] = own
             start = self.first_seen(tree.prefix_len)
             bias = self._tree_bias(step, tree, start, query.dtype)
             output[tree.rows] = self._attend(
@@ -84,16 +91,19 @@ class TreeCPUImpl(PackedRowsCPUImpl):
         owner: str, block_table: torch.Tensor, prefix_len: int, extra: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """Keys and values [num_kv_heads, prefix_len + extra, head_size] of one request."""
-
-        def convert(keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            if not self.is_fp8_kv_cache:
-                return keys, values
-            return keys.to(dtype) * layer._k_scale_float, values.to(dtype) * layer._v_scale_float
-
         cache, layout = self.readable(layer, kv_cache, dtype)
         return shadow.rows(
-            owner, layer.layer_name, cache, layout, block_table, prefix_len, extra, convert
-        )
+            owner, layer.layer_name, cache, layout, block_table, prefix_len, extra,
+            lambda keys, values: self._computable(layer, keys, values, dtype),
+        )  # fmt: skip
+
+    def _computable(
+        self, layer: Any, keys: torch.Tensor, values: torch.Tensor, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Elements of the cache as numbers of the query's dtype."""
+        if not self.is_fp8_kv_cache:
+            return keys, values
+        return keys.to(dtype) * layer._k_scale_float, values.to(dtype) * layer._v_scale_float
 
     def _tree_bias(
         self, step: Verification, tree: TreeRows, start: int, dtype: torch.dtype

@@ -43,8 +43,6 @@ class CompactorCPU:
         self, layers: dict[str, Any], group_of: dict[str, int], dtype: torch.dtype
     ) -> None:
         self._layers = layers
-        # A quantised cache rounds what it stores: copies of it must be read back.
-        self._exact = [n for n, layer in layers.items() if not layer.impl.is_fp8_kv_cache]
         self._group_of = group_of
         self._dtype = dtype
         self._stacks: list[_Stack] = []
@@ -56,7 +54,7 @@ class CompactorCPU:
         moves: Moves = []
         for tree in step.trees:
             path = step.paths[tree.request, : kept[tree.request]].tolist()
-            step.shadow.keep(tree.owner, self._exact, tree.prefix_len, path)
+            step.shadow.keep(tree.owner, self._layers, tree.prefix_len, path)
             if path != list(range(len(path))):
                 moves.append((tree, path))
         if moves:
@@ -102,7 +100,8 @@ def _move(stack: _Stack, block_tables: torch.Tensor, moves: Moves) -> None:
     layout = stack.layout
     blocks, offsets = [], []
     for tree, path in moves:
-        places = tree.prefix_len + torch.tensor([path, list(range(len(path)))])
+        moved = [(row, depth) for depth, row in enumerate(path) if row != depth]
+        places = tree.prefix_len + torch.tensor(moved).T
         blocks.append(block_tables[tree.request][places // layout.block_size].long())
         offsets.append(places % layout.block_size)
     block, offset = torch.cat(blocks, dim=1), torch.cat(offsets, dim=1)
