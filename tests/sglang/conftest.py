@@ -28,6 +28,20 @@ else:
     # SGLang's own kernels, which ours are compared with, run in the interpreter.
     os.environ["TRITON_INTERPRET"] = "1"
 
+# SGLang imports every model it knows at each start, which takes as long as all the rest of it.
+MODELS = {"llama", "llama_eagle3", "mistral", "qwen2", "qwen3"}
+
+
+def other_models() -> str:
+    """SGLang's model files the tests have no use for, as its environment variable names them."""
+    spec = importlib.util.find_spec("sglang")
+    assert spec is not None
+    assert spec.submodule_search_locations
+    [folder] = spec.submodule_search_locations
+    files = (Path(folder) / "srt" / "models").glob("*.py")
+    return ",".join(sorted({file.stem for file in files} - MODELS - {"__init__", "registry"}))
+
+
 RUNNER = Path(__file__).parent / "run_engine.py"
 CONFIG = "SPECULATORS_EXT_METHOD_CONFIG"
 MODEL_LEN = 256
@@ -58,7 +72,13 @@ class Engine:
         self._log = log
         self._process = subprocess.Popen(
             command,
-            env=kept | {"PYTHONPATH": str(shims), "OMP_NUM_THREADS": "1"} | environment,
+            env=kept
+            | {
+                "PYTHONPATH": str(shims),
+                "OMP_NUM_THREADS": "1",
+                "SGLANG_DISABLED_MODEL_ARCHS": other_models(),
+            }
+            | environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log.open("w"),

@@ -12,6 +12,7 @@ from sglang.srt.plugins import load_plugins
 
 from speculators_ext.assets import build
 from speculators_ext.engines.sglang import requested
+from speculators_ext.engines.sglang.clasp.requested import DEFAULT_NUM_STEPS, clasp_settings
 
 load_plugins()
 
@@ -38,8 +39,8 @@ def test_a_chain_is_filled_in():
     """Catches a verify width that does not fit the drafts, or overlap scheduling switched off."""
     found = resolve()
     assert found.speculative_algorithm == "CLASP"
-    assert found.speculative_num_steps == requested.DEFAULT_NUM_STEPS
-    assert found.speculative_num_draft_tokens == requested.DEFAULT_NUM_STEPS + 1
+    assert found.speculative_num_steps == DEFAULT_NUM_STEPS
+    assert found.speculative_num_draft_tokens == DEFAULT_NUM_STEPS + 1
     assert found.speculative_eagle_topk == 1
     assert not found.disable_overlap_schedule
 
@@ -63,9 +64,9 @@ def test_settings_come_from_the_flag_and_from_the_environment(monkeypatch):
     """Catches a flag that does not reach the processes which the server starts."""
     found = resolve(requested.FLAG, '{"num_skip_layers": 3}')
     assert json.loads(os.environ[requested.ENVIRONMENT]) == {"num_skip_layers": 3}
-    assert requested.clasp_settings(found).num_skip_layers == 3
+    assert clasp_settings(found).num_skip_layers == 3
     monkeypatch.setenv(requested.ENVIRONMENT, '{"num_skip_layers": 2}')
-    assert requested.clasp_settings(resolve()).num_skip_layers == 2
+    assert clasp_settings(resolve()).num_skip_layers == 2
 
 
 @pytest.mark.parametrize(

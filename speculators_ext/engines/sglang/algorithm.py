@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
-from speculators_ext.engines.sglang.requested import prepare_clasp
+from speculators_ext.engines.sglang.clasp.requested import prepare_clasp
 
 if TYPE_CHECKING:
     import torch
@@ -16,11 +16,15 @@ __all__ = ["is_ours", "register_algorithms"]
 
 
 class ExtAlgorithm(CustomSpecAlgo):
-    """A chain drafted and verified on the target's own KV pool."""
+    """An algorithm of ours."""
 
     def has_draft_kv(self) -> bool:
-        """Drafts write the slots their verification writes again, and no others."""
+        """Whether drafting needs slots beyond those its verification writes: it does not."""
         return False
+
+
+class ClaspAlgorithm(ExtAlgorithm):
+    """Chains drafted by the target itself, on its own KV pool."""
 
     def handle_server_args(self, server_args: Any) -> None:
         """Check the arguments and fill in what the user left open."""
@@ -68,7 +72,7 @@ def is_ours(algorithm: Any) -> bool:
 def register_algorithms() -> None:
     """Make ``--speculative-algorithm CLASP`` known."""
 
-    @SpeculativeAlgorithm.register("CLASP", supports_overlap=True, spec_class=ExtAlgorithm)
+    @SpeculativeAlgorithm.register("CLASP", supports_overlap=True, spec_class=ClaspAlgorithm)
     def _clasp(server_args: Any) -> type:
         from speculators_ext.engines.sglang.clasp.worker import ClaspWorker
 

@@ -23,25 +23,25 @@ def attend_prefix(
     value: Tensor,
     cached: tuple[Tensor, Tensor],
     sees: Tensor,
-    positions: Tensor,
+    positions: Tensor | None = None,
 ) -> Tensor:
     """Attend the rows of one request.
 
     Args:
         layer: SGLang's ``RadixAttention``: scale and sliding window.
         query: [n, heads, head_dim].
-        key: [n, kv_heads, head_dim], the rows' own; ``value`` likewise.
-        value: [n, kv_heads, v_head_dim].
+        key: [L, kv_heads, head_dim], of what rows may see beside the prefix.
+        value: [L, kv_heads, v_head_dim].
         cached: keys and values of the prefix, [p, kv_heads, ...] each, position 0 first.
-        sees: bool [n, n], row i sees row j.
-        positions: int64 [n].
+        sees: bool [n, L].
+        positions: int64 [n] with L = n, where the rows stand, for layers with a sliding window.
 
     Returns:
         [n, heads, v_head_dim] in the query's dtype.
     """
     keys, values = (part.to(query.dtype).transpose(0, 1) for part in cached)
     window = layer.sliding_window_size
-    if window is None or window < 0:
+    if window is None or window < 0 or positions is None:
         return tree_attention_ref(query, key, value, keys, values, sees, layer.scaling)
     at = torch.cat([torch.arange(keys.shape[1]), positions])
     near = at >= positions.unsqueeze(1) - window

@@ -5,26 +5,26 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
-from speculators_ext.config import (
-    ConfigError,
-    TargetInfo,
-    parse_method_config,
-    validate_num_speculative_tokens,
-)
+from speculators_ext.config import ConfigError, TargetInfo, validate_num_speculative_tokens
 from speculators_ext.engines.devices import find_gpu
 
-if TYPE_CHECKING:
-    from speculators_ext.config import ClaspConfig
-
-__all__ = ["ENVIRONMENT", "FLAG", "add_flag", "clasp_settings", "prepare_clasp"]
+__all__ = [
+    "ENVIRONMENT",
+    "FLAG",
+    "add_flag",
+    "check_engine",
+    "draft_count",
+    "raw_settings",
+    "refuse_flags",
+    "target_info",
+]
 
 FLAG = "--speculative-method-config"
 # The same as the flag, and how the flag reaches SGLang's processes: its own arguments are a closed
 # list of fields.
 ENVIRONMENT = "SPECULATORS_EXT_METHOD_CONFIG"
-DEFAULT_NUM_STEPS = 6
 
 
 class _IntoEnvironment(argparse.Action):
@@ -44,7 +44,8 @@ def add_flag(result: None, parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _raw_settings() -> dict[str, Any] | None:
+def raw_settings() -> dict[str, Any] | None:
+    """The user's settings, None where he gave none; `ConfigError` where they are no JSON object."""
     text = os.environ.get(ENVIRONMENT, "").strip()
     if not text:
         return None
@@ -60,17 +61,8 @@ def _raw_settings() -> dict[str, Any] | None:
     return raw
 
 
-def clasp_settings(server_args: Any) -> ClaspConfig:
-    """The method's settings for this server's target: preset, then the user's keys.
-
-    Raises:
-        ConfigError: one line.
-    """
-    target = _target_info(server_args)
-    return cast("ClaspConfig", parse_method_config("clasp", _raw_settings(), target=target))
-
-
-def _target_info(server_args: Any) -> TargetInfo:
+def target_info(server_args: Any) -> TargetInfo:
+    """What settings are checked against, from the checkpoint's config."""
     from sglang.srt.utils.hf_transformers.config import get_config
 
     config = get_config(
@@ -86,71 +78,38 @@ def _target_info(server_args: Any) -> TargetInfo:
     )
 
 
-def prepare_clasp(server_args: Any) -> None:
-    """Check a server's arguments for ``CLASP`` and fill in what the user left open.
-
-    Raises:
-        ConfigError: one line naming the flag, what is accepted and the remedy.
-    """
-    _check_engine(server_args)
-    _check_flags(server_args)
-    steps = _num_steps(server_args)
-    target = _target_info(server_args)
-    from speculators_ext.engines.sglang.clasp.target_layers import find_obstacle
-
-    obstacle = find_obstacle(target.architectures)
-    if obstacle is not None:
-        raise ConfigError(
-            f"--speculative-algorithm CLASP: layers of this target cannot be skipped: {obstacle}; "
-            "choose such a target or another algorithm"
-        )
-    config = cast("ClaspConfig", parse_method_config("clasp", _raw_settings(), target=target))
-    if config.skip_unit != "layer":
-        raise ConfigError(
-            f"{FLAG}: skip_unit={config.skip_unit!r} is not supported on SGLang; "
-            "accepted: 'layer'; correct it or leave the key out"
-        )
-    server_args.speculative_num_steps = steps
-    server_args.speculative_num_draft_tokens = steps + 1
-    server_args.speculative_eagle_topk = 1
-    if server_args.max_running_requests is None:
-        server_args.max_running_requests = 48
-
-
-def _num_steps(server_args: Any) -> int:
-    steps, tokens = server_args.speculative_num_steps, server_args.speculative_num_draft_tokens
-    if steps is None:
-        steps = DEFAULT_NUM_STEPS if tokens is None else tokens - 1
-    if tokens is not None and tokens != steps + 1:
-        raise ConfigError(
-            f"--speculative-num-draft-tokens={tokens} does not fit --speculative-num-steps={steps};"
-            f" accepted: {steps + 1}, a chain's drafts and the token before them; leave one out"
-        )
+def draft_count(value: object, flag: str, most: int | None) -> int:
+    """Check a number of drafts that came by ``flag``; `ConfigError` in one line."""
     try:
-        return validate_num_speculative_tokens(steps, server_args.context_length)
+        return validate_num_speculative_tokens(value, most)
     except ConfigError as error:
         text = str(error).replace("speculative config: num_speculative_tokens", "")
-        raise ConfigError(f"--speculative-num-steps{text}") from None
+        raise ConfigError(f"{flag}{text}") from None
 
 
-def _check_engine(server_args: Any) -> None:
+def check_engine(name: str, server_args: Any) -> None:
+    """Refuse, in one line, a machine or a topology that algorithm ``name`` was never run on."""
     gpu = find_gpu()
     if server_args.device != "cpu" or gpu is not None:
         raise ConfigError(
-            f"--speculative-algorithm CLASP: runs on CPUs in this version, not with "
+            f"--speculative-algorithm {name}: runs on CPUs in this version, not with "
             f"--device {server_args.device}{f' ({gpu} is here)' if gpu else ''}; "
             "accepted: --device cpu on a machine without a GPU; use vLLM on GPUs"
         )
-    for flag, accepted in (("tp_size", 1), ("pp_size", 1), ("dp_size", 1)):
-        if getattr(server_args, flag) != accepted:
+    for flag in ("tp_size", "pp_size", "dp_size"):
+        if getattr(server_args, flag) != 1:
             raise ConfigError(
-                f"--speculative-algorithm CLASP: --{flag.replace('_', '-')}="
-                f"{getattr(server_args, flag)} is not supported; accepted: {accepted}"
+                f"--speculative-algorithm {name}: --{flag.replace('_', '-')}="
+                f"{getattr(server_args, flag)} is not supported; accepted: 1"
             )
+    backend = server_args.attention_backend
+    if backend not in (None, "torch_native"):
+        raise ConfigError(
+            f"--attention-backend={backend} is not supported by {name}; accepted: torch_native"
+        )
 
 
 _REFUSED = (
-    ("speculative_draft_model_path", "the target drafts for itself"),
     ("speculative_use_rejection_sampling", "its acceptance is lossless already"),
     ("enable_lora", "draft batches would need an adapter mapping of their own"),
     ("enable_mixed_chunk", "a mixed step carries no drafts"),
@@ -158,21 +117,11 @@ _REFUSED = (
 )
 
 
-def _check_flags(server_args: Any) -> None:
-    for name, reason in _REFUSED:
-        if getattr(server_args, name, None):
+def refuse_flags(name: str, server_args: Any, *more: tuple[str, str]) -> None:
+    """Refuse, in one line, what algorithm ``name`` cannot go with: (argument, why) each."""
+    for argument, reason in (*_REFUSED, *more):
+        if getattr(server_args, argument, None):
             raise ConfigError(
-                f"--speculative-algorithm CLASP: --{name.replace('_', '-')} is not supported, "
+                f"--speculative-algorithm {name}: --{argument.replace('_', '-')} is not supported, "
                 f"{reason}; remove it"
             )
-    topk = server_args.speculative_eagle_topk
-    if topk not in (None, 1):
-        raise ConfigError(
-            f"--speculative-eagle-topk={topk} is not supported by CLASP, which drafts chains; "
-            "accepted: 1; leave it out"
-        )
-    backend = server_args.attention_backend
-    if backend not in (None, "torch_native"):
-        raise ConfigError(
-            f"--attention-backend={backend} is not supported by CLASP; accepted: torch_native"
-        )

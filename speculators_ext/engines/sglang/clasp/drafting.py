@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 from typing import TYPE_CHECKING, Any
 
-import torch
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
 from speculators_ext.engines.sglang.attention import PackedRowsBackend
@@ -15,37 +12,13 @@ from speculators_ext.proposers.clasp import best_set, solve
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import torch
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
     from speculators_ext.engines.sglang.clasp.target_layers import TargetLayers
     from speculators_ext.proposers.skip_sets import SkipPlan, SkipSet
 
-__all__ = ["decode_batch", "draft_logits", "search_set"]
-
-
-def decode_batch(
-    batch: Any, runner: Any, rows: list[int], tokens: list[int], positions: list[int]
-) -> ForwardBatch:
-    """A plain decode step of some of a batch's requests.
-
-    Args:
-        batch: SGLang's ``ScheduleBatch``; not changed.
-        runner: the target's ``ModelRunner``.
-        rows: which of its requests, ascending.
-        tokens: the id each feeds in.
-        positions: where; the slot of that position is written.
-    """
-    step = copy.copy(batch)
-    at = torch.tensor(positions)
-    step.forward_mode = ForwardMode.DECODE
-    step.reqs = [batch.reqs[row] for row in rows]
-    step.req_pool_indices = batch.req_pool_indices[rows]
-    step.input_ids = torch.tensor(tokens)
-    step.seq_lens = step.seq_lens_cpu = step.orig_seq_lens = at + 1
-    step.seq_lens_sum = int(step.seq_lens.sum())
-    table = batch.req_to_token_pool.req_to_token
-    step.out_cache_loc = table[step.req_pool_indices.long(), at].to(torch.int64)
-    step.spec_info = step.sampling_info = None
-    step.return_logprob = False
-    return ForwardBatch.init_new(step, runner, return_hidden_states_before_norm=False)
+__all__ = ["draft_logits", "search_set"]
 
 
 def draft_logits(

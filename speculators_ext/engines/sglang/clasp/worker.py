@@ -14,12 +14,13 @@ from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.eagle_worker_common import run_eagle_verify
 
 from speculators_ext.engines.sglang.chains import BonusInput, chain_verify_input
-from speculators_ext.engines.sglang.clasp.drafting import decode_batch, draft_logits, search_set
+from speculators_ext.engines.sglang.clasp.drafting import draft_logits, search_set
+from speculators_ext.engines.sglang.clasp.requested import clasp_settings
 from speculators_ext.engines.sglang.clasp.round_clock import RoundClock
 from speculators_ext.engines.sglang.clasp.target_layers import TargetLayers
+from speculators_ext.engines.sglang.decode_steps import decode_step
 from speculators_ext.engines.sglang.log import logger
 from speculators_ext.engines.sglang.request_rows import KnownRequests
-from speculators_ext.engines.sglang.requested import clasp_settings
 from speculators_ext.proposers.drafting import clamp_ids, exit_mask
 from speculators_ext.proposers.skip_search import SkipSets
 from speculators_ext.proposers.skip_sets import plan_skips
@@ -166,7 +167,7 @@ class ClaspWorker(BaseSpecWorker):
         def best(tokens: list[int], candidates: tuple[SkipSet, ...]) -> SkipSet:
             chosen = [looked_at[token] for token in tokens]
             own, ids, positions = (list(part) for part in zip(*chosen, strict=True))
-            step = decode_batch(batch, self._runner, own, ids, positions)
+            step = decode_step(batch, self._runner, own, ids, positions)
             return search_set(self._layers, self._runner, step, self._plan, candidates)
 
         self._sets.search(wanting, [batch.reqs[row].rid for row, _, _ in looked_at], best)
@@ -187,7 +188,7 @@ class ClaspWorker(BaseSpecWorker):
             feed = [drafts[row][-1] if depth else tokens[row] for row in rows]
             positions = [lengths[row] + depth for row in rows]
             with self._clock.drafting(depth):
-                step = decode_batch(batch, self._runner, rows, feed, positions)
+                step = decode_step(batch, self._runner, rows, feed, positions)
                 logits = draft_logits(self._layers, self._runner, kept, step)
                 drawn = exit_mask(logits, self._config.exit_threshold)
                 ids = clamp_ids(drawn.tokens, self._vocab_size).tolist()
