@@ -17,6 +17,9 @@ __all__ = ["BonusInput", "chain_verify_input"]
 class BonusInput(EagleDraftInput):
     """What a request carries from round to round: its last token, which has no KV yet."""
 
+    bonus_tokens: torch.Tensor
+    future_indices: torch.Tensor | None
+
     def filter_batch(
         self, new_indices: torch.Tensor, new_indices_cpu: list[int] | None = None
     ) -> None:

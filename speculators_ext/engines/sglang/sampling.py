@@ -60,7 +60,8 @@ def _draw(info: Any, logits: torch.Tensor, positions: torch.Tensor) -> torch.Ten
     def each(values: torch.Tensor | None) -> torch.Tensor | None:
         return None if values is None else values.repeat_interleave(width, dim=0)
 
-    probs = torch.softmax(logits.float() / each(info.temperatures), dim=-1)
+    temperatures = info.temperatures.repeat_interleave(width, dim=0)
+    probs = torch.softmax(logits.float() / temperatures, dim=-1)
     seeds = each(info.sampling_seed)
     if not (info.need_top_p_sampling or info.need_top_k_sampling or info.need_min_p_sampling):
         return sampling_from_probs_torch(probs, sampling_seed=seeds, positions=positions)
