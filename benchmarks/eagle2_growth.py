@@ -2,11 +2,11 @@
 
 One engine with a tiny random model and a head made by rule drafts full trees (not adaptive), from 1
 to 64 requests and 8 to 128 nodes a tree. What is measured does not depend on the target's size; the
-draft head's own forwards, which do depend on the head's, stand apart. Counted as ours, in processor
-time of the engine's thread: all of `propose` around the head's forwards (backlog, growth, host),
-the trees' positions and shapes for a step, their masks (built once a step), acceptance, and the
-compaction of KV. Not counted: the target's forward over the nodes, and vLLM's own scheduling and
-sampling, which verification by any method has.
+draft head's own forwards, which do depend on the head's, stand apart, its output layer does not.
+Counted as ours, in processor time of the engine's thread: all of `propose` around the head's
+forwards (backlog, growth, host), the trees' positions and shapes for a step, their masks (built
+once a step), acceptance, and the compaction of KV. Not counted: the target's forward over the
+nodes, and vLLM's own scheduling and sampling, which verification by any method has.
 
     python benchmarks/eagle2_growth.py --json eagle2_growth.json --png eagle2_growth.png
 

@@ -112,8 +112,6 @@ class PrefixShadow:
             rows: ascending numbers of the rows that stay, in order.
         """
         until = prefix_len + len(rows)
-        first = next((i for i, row in enumerate(rows) if row != i), len(rows))
-        sources = [prefix_len + row for row in rows[first:]]
         names = set(layer_names)
         for kind, copies in self._copies.get(owner, {}).items():
             for places in _runs(
@@ -122,9 +120,10 @@ class PrefixShadow:
                 if name in names and copies.seen.get(place) == prefix_len
             ):
                 copies.seen.update(dict.fromkeys(places, until))
-                if sources:
-                    sides = copies.sides[:, places.start : places.stop]
-                    sides[:, :, :, prefix_len + first : until] = sides[:, :, :, sources]
+                own = copies.sides[:, places.start : places.stop, :, prefix_len:]
+                for goal, row in enumerate(rows):  # ascending: no later one is overwritten
+                    if row != goal:
+                        own[:, :, :, goal] = own[:, :, :, row]
 
 
 def _runs(places: Iterable[int]) -> Iterator[range]:
