@@ -38,7 +38,7 @@ __all__ = ["BINS", "TreeController", "TreeCut", "TreeOutcome", "floor_of"]
 BINS = 9
 # A try verifies paths down to this bin, and now and then down to the other: two sizes of trees tell
 # the price of a node from the price of having any.
-PROBE_BINS = 3, 1
+PROBE_BINS = 5, 1
 # A cell is known once so many rows could have had nodes in it.
 KNOWN_ROWS = 8.0
 # Drafted steps between two looks beyond the cut, and between two while that is not known.

@@ -66,8 +66,8 @@ class LineWindow:
     """A line a + b x with a, b >= 0, from the last `window` points, x > 0.
 
     The slope is the median of all slopes between two points (Theil and Sen), a the median of what
-    is left: a third of the points may lie anywhere. Where the x lie too close together to tell, or
-    the line would start below 0, it goes through the origin.
+    is left: a third of the points may lie anywhere. Where the x lie too close together to tell, a
+    stays what it was, 0 at first: the points alone would give all they cost to the slope.
     """
 
     def __init__(self, window: int) -> None:
@@ -79,17 +79,14 @@ class LineWindow:
         """Add one point, x > 0."""
         self._points.append((x, y))
         xs, ys = np.asarray(self._points).T
-        self._start = 0.0
-        self._slope = max(0.0, _weighted_median(zip((ys / xs).tolist(), xs.tolist(), strict=True)))
-        if len(xs) < 4 or np.ptp(xs) < max(0.5, 0.2 * float(np.median(xs))):
-            return
-        first, second = np.triu_indices(len(xs), 1)
-        run = xs[second] - xs[first]
-        apart = np.abs(run) >= 0.25 * np.ptp(xs)
-        slope = max(0.0, float(np.median((ys[second] - ys[first])[apart] / run[apart])))
-        start = float(np.median(ys - slope * xs))
-        if start > 0:
-            self._start, self._slope = start, slope
+        if len(xs) >= 4 and np.ptp(xs) >= max(1.0, 0.5 * float(np.median(xs))):
+            first, second = np.triu_indices(len(xs), 1)
+            run = xs[second] - xs[first]
+            apart = np.abs(run) >= 0.4 * np.ptp(xs)
+            slope = max(0.0, float(np.median((ys[second] - ys[first])[apart] / run[apart])))
+            self._start = max(0.0, float(np.median(ys - slope * xs)))
+        rest = ((ys - self._start) / xs).tolist()
+        self._slope = max(0.0, _weighted_median(zip(rest, xs.tolist(), strict=True)))
 
     def value(self) -> float | None:
         """Return the slope, at least 0; None before the first point."""

@@ -103,6 +103,22 @@ def test_catching_up_is_no_price_of_a_round(monkeypatch: pytest.MonkeyPatch) -> 
     assert machine.clock._controller.estimates(1).draft_step < 2 * LEVEL
 
 
+def test_a_batch_in_another_order_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches steps that go unmeasured: vLLM orders a batch by its drafts, which differ."""
+    now = 0.0
+    monkeypatch.setattr(step_clock.time, "perf_counter", lambda: now)
+    clock = TreeClock(4, adaptive=True)
+    for order in (["one", "two"], ["two", "one"]):
+        batch: Any = SimpleNamespace(
+            req_ids=order, has_prefill=False, num_draft_tokens_per_req=np.array([0, 0])
+        )
+        clock.begin(batch)
+        seconds = clock._verify_seconds
+        clock.end(batch, torch.tensor([1, 1]), [0, 0])
+        now += PLAIN
+    assert seconds == PLAIN
+
+
 def test_trees_that_never_pay_are_not_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a useless head that keeps slowing a server down."""
     machine = Machine(monkeypatch, TreeClock(4, adaptive=True))

@@ -145,7 +145,8 @@ def test_trees_are_as_large_as_pays(node, num_rows):
     for seed in SEEDS:
         run = Run(TreeController(DEPTH), seed)
         run.steps(300, machine, num_rows)
-        assert run.steps(600, machine, num_rows) > 0.95 * gain, (gain, cut, run.cuts[-20:])
+        # The rest goes to looks beyond the cut and at plain steps.
+        assert run.steps(600, machine, num_rows) > 0.93 * gain, (gain, cut, run.cuts[-20:])
 
 
 def test_dear_nodes_make_small_trees():

@@ -44,7 +44,7 @@ class StepClock:
             else None
         )
         self._ended: float | None = None
-        self._batch: list[str] = []
+        self._batch: set[str] = set()
         self._caps: dict[str, int] = {}
         self._steady_extend = RunningMedian(9)
         self._clear()
@@ -64,10 +64,12 @@ class StepClock:
         """A round starts: what has passed since the last one was the target's."""
         if self._controller is None:
             return
-        steady = not input_batch.has_prefill and input_batch.req_ids == self._batch
+        # In any order: vLLM sorts a batch by scheduled tokens, which ragged drafts change.
+        batch = set(input_batch.req_ids)
+        steady = not input_batch.has_prefill and batch == self._batch
         if steady and self._ended is not None:
             self._verify_seconds = time.perf_counter() - self._ended
-        self._batch = list(input_batch.req_ids)
+        self._batch = batch
 
     @contextmanager
     def drafting(self, step: int) -> Iterator[None]:
