@@ -19,7 +19,23 @@ if TYPE_CHECKING:
 
 __all__ = ["CompactorCPU", "stack_caches"]
 
-Moves = list[tuple["TreeRows", list[int]]]
+
+class Runs(NamedTuple):
+    """Where the elements of one position lie in a block's half.
+
+    Attributes:
+        starts: by the position's offset in its block.
+        count: of runs.
+        length: elements of a run.
+        apart: places between two runs.
+        step: places between two elements of a run.
+    """
+
+    starts: list[int]
+    count: int
+    length: int
+    apart: int
+    step: int
 
 
 class _Stack(NamedTuple):
@@ -27,6 +43,7 @@ class _Stack(NamedTuple):
 
     caches: torch.Tensor  # [layers, num_blocks, num_kv_heads, 2, block_size * head_size]
     layout: BlockLayout
+    runs: tuple[Runs, Runs]  # of keys, of values
     group: int
 
 
@@ -51,15 +68,12 @@ class CompactorCPU:
         """Compact every tree of the step whose path is not a prefix of its rows."""
         assert step.paths is not None
         kept = num_sampled.tolist()
-        moves: Moves = []
         for tree in step.trees:
             path = step.paths[tree.request, : kept[tree.request]].tolist()
             step.shadow.keep(tree.owner, self._layers, tree.prefix_len, path)
             if path != list(range(len(path))):
-                moves.append((tree, path))
-        if moves:
-            for stack in self._stacks or self._stack():
-                _move(stack, step.block_tables[stack.group], moves)
+                for stack in self._stacks or self._stack():
+                    _move(stack, step.block_tables[stack.group], tree, path)
 
     def _stack(self) -> list[_Stack]:
         """Look at the caches once they are bound."""
@@ -69,8 +83,14 @@ class CompactorCPU:
             key = (self._group_of[name], cache.shape, cache.stride())
             alike.setdefault(key, []).append((cache, layout))
         for (group, *_), members in alike.items():
+            layout = members[0][1]
+            shape = (layout.block_size, layout.head_size)
+            runs = (
+                find_runs(layout.key_order.view(shape)),
+                find_runs(layout.value_order.view(shape)),
+            )
             for caches in stack_caches([cache for cache, _ in members]):
-                self._stacks.append(_Stack(caches, members[0][1], group))
+                self._stacks.append(_Stack(caches, layout, runs, group))
         return self._stacks
 
 
@@ -95,19 +115,46 @@ def stack_caches(caches: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [first.as_strided(size, stride, first.storage_offset())]
 
 
-def _move(stack: _Stack, block_tables: torch.Tensor, moves: Moves) -> None:
-    """All places are read before one is written: a place may be both a source and a goal."""
-    layout = stack.layout
-    blocks, offsets = [], []
-    for tree, path in moves:
-        moved = [(row, depth) for depth, row in enumerate(path) if row != depth]
-        places = tree.prefix_len + torch.tensor(moved).T
-        blocks.append(block_tables[tree.request][places // layout.block_size].long())
-        offsets.append(places % layout.block_size)
-    block, offset = torch.cat(blocks, dim=1), torch.cat(offsets, dim=1)
-    source, goal = block.unsqueeze(-1)
-    for side, order in enumerate((layout.key_order, layout.value_order)):
-        elements = order.view(layout.block_size, layout.head_size)[offset]
-        # Indices around a slice: [moves, head_size, layers, num_kv_heads].
-        rows = stack.caches[:, source, :, side, elements[0]]
-        stack.caches[:, goal, :, side, elements[1]] = rows
+def _move(stack: _Stack, block_tables: torch.Tensor, tree: TreeRows, path: list[int]) -> None:
+    """Rows ascend and none is before its goal, so none is overwritten before it is read."""
+    size, table = stack.layout.block_size, block_tables[tree.request]
+    for goal, row in enumerate(path):
+        if row == goal:
+            continue
+        places = [divmod(tree.prefix_len + place, size) for place in (row, goal)]
+        for side in (0, 1):
+            source, target = (
+                _row(stack, int(table[block]), side, offset) for block, offset in places
+            )
+            target.copy_(source)
+
+
+def _row(stack: _Stack, block: int, side: int, offset: int) -> torch.Tensor:
+    """A position's keys (0) or values (1) in all layers, a view [layers, num_kv_heads, ...]."""
+    half, runs = stack.caches[:, block, :, side], stack.runs[side]
+    strides = (*half.stride()[:2], runs.apart, runs.step)
+    start = half.storage_offset() + runs.starts[offset]
+    return half.as_strided((*half.shape[:2], runs.count, runs.length), strides, start)
+
+
+def find_runs(order: torch.Tensor) -> Runs:
+    """How the elements of a position lie, [block_size, head_size] int64 places in a block.
+
+    Raises:
+        ValueError: not as runs of equal length, equally far apart, the same for all positions.
+    """
+    first = order[0]
+    steps = first.diff()
+    breaks = (steps != steps[0]).nonzero()
+    length = int(breaks[0]) + 1 if len(breaks) else len(first)
+    runs = Runs(
+        order[:, 0].tolist(),
+        len(first) // length,
+        length,
+        int(first[length] - first[0]) if length < len(first) else 0,
+        int(steps[0]),
+    )
+    within = torch.arange(runs.count)[:, None] * runs.apart + torch.arange(length) * runs.step
+    if len(first) % length or (order - order[:, :1] != within.flatten()).any():
+        raise ValueError("the KV cache of this CPU packs a position in a way not known here")
+    return runs
