@@ -86,12 +86,12 @@ def held_out_prompts() -> list[dict[str, str]]:
 
     A prompt ends within a function's body, at the end of a line, and begins some lines earlier.
     """
-    rng = random.Random(_SEED)
-    cuts = [cut for name, text in held_out_texts().items() for cut in _cuts(name, text)]
+    rng, texts = random.Random(_SEED), held_out_texts()
+    cuts = [cut for name, text in texts.items() for cut in _cuts(name, text)]
     rng.shuffle(cuts)
     records = []
     for name, line in cuts[:PROMPTS]:
-        lines = held_out_texts()[name].splitlines(keepends=True)
+        lines = texts[name].splitlines(keepends=True)
         wanted = rng.randint(*_PROMPT_CHARS)
         start, size = line, 0
         while start > 0 and size + len(lines[start - 1]) <= wanted:
