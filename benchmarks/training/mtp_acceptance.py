@@ -34,8 +34,12 @@ def answer(folder: Path, depth: int, dtype: str, prompts: list[str], tokens: int
     from vllm import LLM, SamplingParams
 
     speculative = {"method": "mtp", "num_speculative_tokens": depth} if depth else None
+    latent = "kv_lora_rank" in (folder / "config.json").read_text()
+    # What vLLM chooses for latent attention on a CPU with AMX takes no fp32.
+    attention = {"attention_config": {"backend": "CPU_MLA"}, "block_size": 16} if latent else {}
     llm = LLM(
         str(folder),
+        **attention,
         dtype=dtype,
         enforce_eager=True,
         max_model_len=1024,

