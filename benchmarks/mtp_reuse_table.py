@@ -115,7 +115,8 @@ class Variant:
         own = {"attention_config": {"backend": "CPU_MLA"}, "block_size": 16} if latent else {}
         self.llm = LLM(
             str(folder), dtype=dtype, enforce_eager=True, max_model_len=1024, max_num_seqs=8,
-            enable_prefix_caching=False, speculative_config=config, **own,
+            enable_prefix_caching=False, speculative_config=config,
+            num_gpu_blocks_override=8192 // (16 if latent else 128), **own,
         )  # fmt: skip
         self.counted = SpecCounters()
         scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler

@@ -195,6 +195,8 @@ class HeadSpeculator(ExtendingSpeculator):
         if not growing:
             return {}
         with self._clock.drafting(0):
+            if len(growing) < len(rows):
+                hidden, features = hidden[growing], features[growing]
             rows = [rows[index] for index in growing]
             nodes = -(-self.num_speculative_steps * plan.levels // self.full_depth)
             options = self._state.request_options
@@ -202,8 +204,8 @@ class HeadSpeculator(ExtendingSpeculator):
             if num_speculative_tokens is not None:
                 limits = [min(limit, num_speculative_tokens) for limit in limits]
             roots = Roots(
-                rows, [lengths[index] for index in growing], next_tokens[rows], hidden[growing],
-                features[growing], limits, [caps[row] for row in rows],
+                rows, [lengths[index] for index in growing], next_tokens[rows], hidden, features,
+                limits, [caps[row] for row in rows],
             )  # fmt: skip
             trees = self.grow(input_batch, roots, plan)
         return {row: tree for row, tree in zip(rows, trees, strict=True) if len(tree) > 1}

@@ -37,8 +37,9 @@ class ChainSteps:
     def __init__(self, speculator: Any, idx_mapping: torch.Tensor, lengths: Sequence[int]) -> None:
         self._of = speculator
         self._idx_mapping = idx_mapping
-        self._lengths = torch.tensor(lengths, device=idx_mapping.device)
-        self._gathered_for: list[int] | None = None
+        self._lengths = lengths
+        self._rows: Sequence[int] = ()
+        self._own = idx_mapping
 
     def choose(self, hidden: torch.Tensor, rows: Sequence[int], step: int) -> Choice:
         """The likeliest token behind each row, or one drawn where drafts are probabilistic."""
@@ -46,8 +47,9 @@ class ChainSteps:
         if of.draft_logits is None:
             return of.module.draft(hidden)
         own = self._idx_mapping[rows]
+        at = torch.tensor([self._lengths[row] + step for row in rows], device=own.device)
         tokens = of.sample_draft(
-            hidden, self._lengths[rows] + step, own, of.temperature, of.seeds,
+            hidden, at, own, of.temperature, of.seeds,
             torch.tensor(step, device=own.device),
             of.draft_logits,
         )  # fmt: skip
@@ -61,27 +63,27 @@ class ChainSteps:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """One decode step over the drafts just chosen."""
         of, count = self._of, len(rows)
-        own, positions = self._idx_mapping[rows], self._lengths[rows] + step
-        positions.clamp_(max=of.max_model_len - 1)
-        if self._gathered_for != rows:
-            of.block_tables.gather_block_tables(own, num_reqs_padded=count)
-            self._gathered_for = list(rows)
-        buffers = of.input_buffers
-        buffers.positions[:count].copy_(positions)
-        buffers.seq_lens[:count].copy_(positions + 1)
-        buffers.query_start_loc[: count + 1].copy_(torch.arange(count + 1))
-        slots = of.block_tables.compute_slot_mappings(
-            own, buffers.query_start_loc[: count + 1], buffers.positions[:count], count
-        )
-        bound = buffers.seq_lens[:count].cpu()
-        of.draft_max_seq_len = min(int(bound.max()), of.max_model_len)
+        buffers, lengths = of.input_buffers, [self._lengths[row] + step + 1 for row in rows]
+        positions, seq_lens = buffers.positions[:count], buffers.seq_lens[:count]
+        starts = buffers.query_start_loc[: count + 1]
+        if list(rows) == list(self._rows):
+            positions.add_(1)
+            seq_lens.add_(1)
+        else:
+            self._rows, self._own = rows, self._idx_mapping[rows]
+            of.block_tables.gather_block_tables(self._own, num_reqs_padded=count)
+            seq_lens.copy_(torch.tensor(lengths))
+            torch.sub(seq_lens, 1, out=positions)
+            torch.arange(count + 1, out=starts)
+        slots = of.block_tables.compute_slot_mappings(self._own, starts, positions, count)
+        of.draft_max_seq_len = max(lengths)
         metadata = of._build_uniform_attn_metadata(
             batch_desc=BatchExecutionDescriptor(
                 cg_mode=CUDAGraphMode.NONE, num_tokens=count, num_reqs=count, uniform_token_count=1
             ),
             num_reqs=count,
             num_query_per_req=1,
-            seq_lens_cpu_upper_bound=bound,
+            seq_lens_cpu_upper_bound=torch.tensor(lengths, dtype=torch.int32),
             step=0,
         )
         of._prepare_eplb_forward(count)
@@ -91,9 +93,5 @@ class ChainSteps:
             num_tokens=count,
             slot_mapping=build_slot_mappings_by_layer(slots, of.kv_cache_config),
         ):
-            out = of.model(
-                input_ids=tokens.int(),
-                positions=buffers.positions[:count],
-                hidden_states=features,
-            )
+            out = of.model(input_ids=tokens.int(), positions=positions, hidden_states=features)
         return of.module.read(out)

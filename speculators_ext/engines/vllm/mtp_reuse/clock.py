@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import time
+from typing import TYPE_CHECKING, Any
+
 from speculators_ext.engines.vllm.step_clock import StepClock
+from speculators_ext.proposers.estimates import RunningMedian
 from speculators_ext.proposers.mtp_reuse import Worth
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu.input_batch import InputBatch
 
 __all__ = ["ReuseClock"]
 
@@ -19,6 +26,26 @@ class ReuseClock(StepClock):
 
     def __init__(self, max_depth: int, *, adaptive: bool, fixed_launches: bool) -> None:
         super().__init__(max_depth, 1, adaptive=adaptive, fixed_launches=fixed_launches)
+        self._began = 0.0
+        self._idle = RunningMedian(9)
+
+    def begin(self, input_batch: InputBatch) -> None:
+        """A round starts."""
+        super().begin(input_batch)
+        self._began = time.perf_counter()
+
+    def end(self, input_batch: InputBatch, *args: Any) -> None:
+        """A round is over: what it took beside its parts is of drafting, if it drafted.
+
+        A round without drafts is looked at for what every round takes.
+        """
+        parts = self._draft_seconds + self._search_seconds + self._once_seconds
+        around = time.perf_counter() - self._began - parts
+        if self._draft_steps:
+            self._draft_seconds += max(0.0, around - (self._idle.value() or 0.0))
+        else:
+            self._idle.observe(around)
+        super().end(input_batch, *args)
 
     def plan(self, num_rows: int) -> tuple[int, Worth]:
         """The longest chain ``num_rows`` decoding rows may draft now, and what drafts are worth."""

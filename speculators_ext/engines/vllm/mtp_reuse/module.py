@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-
 from speculators_ext.engines.vllm.ranks import tensor_from_rank_0
 from speculators_ext.proposers.mtp_norms import undo_norm
 from speculators_ext.proposers.mtp_reuse import Choice
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
     from speculators_ext.engines.vllm.mtp_reuse.reduced_head import ReducedHead
@@ -107,11 +106,10 @@ class MtpModule:
 
     def draft(self, hidden: torch.Tensor) -> Choice:
         """The likeliest token behind each of [n, H], and its probability."""
-        logits = self.logits(hidden).float()
-        top, tokens = logits.max(dim=-1)
+        given, tokens = self.logits(hidden).float().softmax(dim=-1).max(dim=-1)
         if self.reduced is not None:
             tokens = self.reduced.vocabulary.ids[tokens]
-        return Choice(tokens, tensor_from_rank_0(torch.exp(top - logits.logsumexp(dim=-1))))
+        return Choice(tokens, tensor_from_rank_0(given))
 
 
 def find_final_norm(inner: Any) -> Any:

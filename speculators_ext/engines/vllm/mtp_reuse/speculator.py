@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
+from vllm.forward_context import set_forward_context
 from vllm.v1.worker.gpu.spec_decode.mtp.speculator import MTPSpeculator
+from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import prepare_prefill_inputs
 
 from speculators_ext.engines.vllm.attention.packed_rows import replace_backends
 from speculators_ext.engines.vllm.drafts import make_unused_certain
 from speculators_ext.engines.vllm.heads.speculator import HeadSpeculator
 from speculators_ext.engines.vllm.heads.tree_speculator import TreeSpeculator
 from speculators_ext.engines.vllm.heads.vllm_head import VllmHead
-from speculators_ext.engines.vllm.log import warn_untried_on_gpus
+from speculators_ext.engines.vllm.log import logger, warn_untried_on_gpus
 from speculators_ext.engines.vllm.mtp_reuse.calibrate import choose_norms, encode_prompts
 from speculators_ext.engines.vllm.mtp_reuse.chains import ChainSteps
 from speculators_ext.engines.vllm.mtp_reuse.clock import ReuseClock
@@ -64,6 +67,7 @@ class _ReuseSpeculator(HeadSpeculator):
         recycled = self._options.recycled_hidden or known.recycled
         self.module = MtpModule(model, target_model, HiddenNorms(first, recycled))
         self._target = target_model
+        logger.info("mtp_reuse: first_hidden=%s, recycled_hidden=%s", first, recycled)
         if self._options.draft_vocab_size is not None:
             self.module.reduced = make_reduced_head(
                 model, self.vllm_config, self._options.draft_vocab_size
@@ -98,6 +102,18 @@ class _ReuseSpeculator(HeadSpeculator):
         return rows, counts
 
 
+class _TargetStep(NamedTuple):
+    """What the runner hands over of the target's step, beside the batch."""
+
+    attn_metadata: Any
+    slot_mappings: Any
+    hidden: torch.Tensor
+    num_sampled: torch.Tensor
+    num_rejected: torch.Tensor
+    last_sampled: torch.Tensor
+    next_prefill_tokens: torch.Tensor
+
+
 class ChainReuseSpeculator(_ReuseSpeculator, MTPSpeculator):
     """Drafts a chain a request, each as long as it pays.
 
@@ -123,19 +139,92 @@ class ChainReuseSpeculator(_ReuseSpeculator, MTPSpeculator):
         self._rule = StopRule(self._options.min_path_probability)
         self._drafted: dict[str, list[float]] = {}
         self._num_rows = 0
+        self._target_step: _TargetStep | None = None
+        self._kept: Any = None
+        self._kept_lengths: list[int] = []
+        self._at_once = False
 
     def propose(self, input_batch: InputBatch, *args: Any, **kwargs: Any) -> torch.Tensor:
         """As `HeadSpeculator.propose`; under async scheduling unused slots hold a valid id.
 
         There every slot is verified, and what reaches the input ids is embedded unchecked.
         """
-        if self.draft_logits is not None and not kwargs.get("dummy_run"):
-            temperature, seeds = args[8:10]
-            slots = input_batch.idx_mapping
-            self._copy_request_inputs(input_batch.num_reqs, slots, temperature, seeds)
-            make_unused_certain(self.draft_logits, slots)
+        self._target_step = None
+        if not kwargs.get("dummy_run"):
+            self._target_step = _TargetStep(*args[:3], *args[4:8])
+            if self.draft_logits is not None:
+                temperature, seeds = args[8:10]
+                slots = input_batch.idx_mapping
+                self._copy_request_inputs(input_batch.num_reqs, slots, temperature, seeds)
+                make_unused_certain(self.draft_logits, slots)
         drafts = super().propose(input_batch, *args, **kwargs)
         return drafts.clamp_(min=0) if self._async else drafts
+
+    def _note_kept_rows(
+        self,
+        input_batch: InputBatch,
+        hidden_states: list[torch.Tensor],
+        next_tokens: torch.Tensor,
+        sampled: list[int],
+        rejected: list[int],
+    ) -> list[int]:
+        """Leave the rows to `_draft`, which knows whether the module runs over them at once."""
+        self._learn(input_batch, sampled)
+        self._kept = (input_batch, hidden_states, next_tokens, sampled, rejected)
+        count = input_batch.num_reqs
+        widths = np.diff(input_batch.query_start_loc_np[: count + 1])
+        stops = input_batch.num_computed_tokens_np[:count] + widths
+        self._kept_lengths = (stops - rejected).tolist()
+        return self._kept_lengths
+
+    def _draft(self, input_batch: InputBatch, caps: list[int], *args: Any) -> dict[int, DraftTree]:
+        slots, backlog = input_batch.idx_mapping_np.tolist(), self._state.backlog
+        sampled, rejected = self._kept[3:]
+        # A few rejected rows more cost less than metadata of our own.
+        self._at_once = (
+            self._stepwise
+            and all(caps)
+            and not input_batch.has_prefill
+            and sum(rejected) <= len(caps)
+            and not any(backlog.size(slot) for slot in slots)
+        )
+        if not self._at_once:
+            super()._note_kept_rows(*self._kept)
+        elif self.module.reduced is not None:
+            self._kept_rows(input_batch, sampled, rejected)
+        return super()._draft(input_batch, caps, *args)
+
+    def _extend(
+        self, input_batch: InputBatch, rows: list[int]
+    ) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+        """With the target's own metadata where the module has just the target's step to run."""
+        if not self._at_once or self._target_step is None:
+            return super()._extend(input_batch, rows)
+        hidden, features = self._forward_as_target(input_batch, self._target_step)
+        last = self.last_token_indices[: len(rows)]
+        ends = hidden[last]
+        return ends, ends if features is hidden else features[last], self._kept_lengths
+
+    def _forward_as_target(
+        self, input_batch: InputBatch, step: _TargetStep
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The module over all rows of the target's step, those rejected too: [n, H] each."""
+        prepare_prefill_inputs(
+            self.last_token_indices, self.current_draft_step, self.input_buffers, input_batch,
+            step.num_sampled, step.num_rejected, step.last_sampled, step.next_prefill_tokens,
+            self.max_num_reqs,
+        )  # fmt: skip
+        count, buffers = input_batch.num_tokens, self.input_buffers
+        self._prepare_eplb_forward(count)
+        with set_forward_context(
+            step.attn_metadata, self.vllm_config, num_tokens=count, slot_mapping=step.slot_mappings
+        ):
+            out = self.model(
+                input_ids=buffers.input_ids[:count],
+                positions=buffers.positions[:count],
+                hidden_states=self.head_input(step.hidden[:count]),
+            )
+        return self.head_output(out)
 
     def compute_draft_logits(self, hidden_states: torch.Tensor, spec_step_idx: int) -> torch.Tensor:
         """[n, V], tokens outside the draft vocabulary at -inf: the law of probabilistic drafts."""
@@ -169,10 +258,8 @@ class ChainReuseSpeculator(_ReuseSpeculator, MTPSpeculator):
             for root, chain in zip(roots.tokens.tolist(), chains, strict=True)
         ]
 
-    def _kept_rows(
-        self, input_batch: InputBatch, sampled: list[int], rejected: list[int]
-    ) -> tuple[torch.Tensor, list[int]]:
-        """Also tells the stop rule what became of the last drafts."""
+    def _learn(self, input_batch: InputBatch, sampled: list[int]) -> None:
+        """Tell the stop rule what became of the last drafts."""
         scheduled, verified = input_batch.num_draft_tokens_per_req, []
         if scheduled is not None:
             for row, req_id in enumerate(input_batch.req_ids):
@@ -181,7 +268,6 @@ class ChainReuseSpeculator(_ReuseSpeculator, MTPSpeculator):
                     verified.append((given, min(sampled[row] - 1, len(given))))
         self._rule.observe(verified)
         self._drafted = {}
-        return super()._kept_rows(input_batch, sampled, rejected)
 
 
 class _ModuleHead(VllmHead):
