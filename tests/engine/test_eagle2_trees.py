@@ -6,6 +6,7 @@ import random
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
 pytest.importorskip("vllm")
 from vllm import SamplingParams
@@ -103,16 +104,20 @@ def greedy(max_tokens: int = 40, **options: Any) -> SamplingParams:
 
 
 @pytest.fixture(scope="module")
-def twins(make_eagle2_twins: Any) -> Any:
-    return make_eagle2_twins()
+def twins(make_tree_twins: Any) -> Any:
+    return make_tree_twins()
 
 
 @pytest.fixture
 def hide(twins: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[list[int]]]:
-    """`hide(prompts, params)`: random trees that hold plain's answer; returns the paths taken."""
+    """`hide(prompts, params)`: random trees that hold plain's answer; returns the paths taken.
 
-    def install(prompts: list[Any], params: Any, seed: int = 0) -> list[list[int]]:
-        answers = {}
+    Of the module's twins, or of those in ``of``.
+    """
+    usual = twins
+
+    def install(prompts: list[Any], params: Any, seed: int = 0, of: Any = None) -> list[list[int]]:
+        answers, twins = {}, of or usual
         for output in twins.plain.remembered(prompts, params):
             prompt = tuple(output.prompt_token_ids)
             everything = [*prompt, *output.outputs[0].token_ids]
@@ -221,6 +226,27 @@ def test_the_prefix_cache_holds_compacted_blocks(twins: Any, hide: Any) -> None:
     hide(again, greedy(30))
     [got] = twins.check(again, greedy(30))
     assert got.num_cached_tokens >= block
+
+
+@pytest.mark.skipif(
+    not torch.cpu._is_avx512_supported(), reason="vLLM's fp8 caches need AVX-512 on CPUs"
+)
+@pytest.mark.parametrize("kind", ["fp8_e4m3", "fp8_e5m2"])
+def test_a_quantised_cache(make_eagle2_twins: Any, hide: Any, kind: str) -> None:
+    """Catches nodes that attend to each other as computed and not as the cache rounds them."""
+    twins = make_eagle2_twins(alike={"kv_cache_dtype": kind})
+    paths = hide(PROMPTS, greedy(80), of=twins)
+    twins.check(PROMPTS, greedy(80))
+    assert_branches_were_taken(paths)
+
+
+def test_adaptive_trees_are_exact(make_eagle2_twins: Any) -> None:
+    """Catches sizes that change from round to round getting into the text."""
+    twins = make_eagle2_twins({"adaptive": True})
+    twins.check([*PROMPTS, *PROMPTS], greedy(80))
+    twins.check(PROMPTS[:1], greedy(80))
+    sizes = twins.clasp.speculator._clock._sizes
+    assert sizes.estimates(8).verify_per_token is not None, "no tree was priced"
 
 
 BAD = {

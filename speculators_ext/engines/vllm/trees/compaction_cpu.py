@@ -25,14 +25,14 @@ class Runs(NamedTuple):
 
     Attributes:
         starts: by the position's offset in its block.
-        count: of runs.
+        number: of runs.
         length: elements of a run.
         apart: places between two runs.
         step: places between two elements of a run.
     """
 
     starts: list[int]
-    count: int
+    number: int
     length: int
     apart: int
     step: int
@@ -134,7 +134,7 @@ def _row(stack: _Stack, block: int, side: int, offset: int) -> torch.Tensor:
     half, runs = stack.caches[:, block, :, side], stack.runs[side]
     strides = (*half.stride()[:2], runs.apart, runs.step)
     start = half.storage_offset() + runs.starts[offset]
-    return half.as_strided((*half.shape[:2], runs.count, runs.length), strides, start)
+    return half.as_strided((*half.shape[:2], runs.number, runs.length), strides, start)
 
 
 def find_runs(order: torch.Tensor) -> Runs:
@@ -154,7 +154,7 @@ def find_runs(order: torch.Tensor) -> Runs:
         int(first[length] - first[0]) if length < len(first) else 0,
         int(steps[0]),
     )
-    within = torch.arange(runs.count)[:, None] * runs.apart + torch.arange(length) * runs.step
+    within = torch.arange(runs.number)[:, None] * runs.apart + torch.arange(length) * runs.step
     if len(first) % length or (order - order[:, :1] != within.flatten()).any():
         raise ValueError("the KV cache of this CPU packs a position in a way not known here")
     return runs
