@@ -13,10 +13,6 @@ if TYPE_CHECKING:
     from speculators_ext.config import Method
 
 
-# Of our methods, those that SGLang has too.
-SGLANG_METHODS = frozenset({"clasp"})
-
-
 def examine(target: str | None, num_speculative_tokens: int) -> dict[str, Any]:
     """Check versions, engines, Model Runner V2, hooks, methods and, for a target, memory.
 
@@ -38,15 +34,10 @@ def examine(target: str | None, num_speculative_tokens: int) -> dict[str, Any]:
         shape = read_target(target)
     runner, hooks = _model_runner(versions), _hooks()
     here = _engine_obstacles(versions, runner, hooks)
-    engines = _engines(versions)
-    on_sglang = SGLANG_METHODS if engines[-1]["ok"] else frozenset()
-    methods = [
-        _method(method, [] if method.name in on_sglang else here, shape, num_speculative_tokens)
-        for method in METHODS.values()
-    ]
+    methods = [_method(method, here, shape, num_speculative_tokens) for method in METHODS.values()]
     return {
         "versions": versions,
-        "engines": engines,
+        "engines": _engines(versions),
         "model_runner_v2": runner,
         "hooks": hooks,
         "methods": methods,
@@ -81,7 +72,7 @@ def _sglang(version: str | None) -> dict[str, Any]:
         problem = f"SGLang {version}: our algorithms run on CPUs in this version, and {gpu} is here"
     return {
         "ok": problem is None,
-        "detail": problem or f"sglang {version}: --speculative-algorithm CLASP, on CPUs",
+        "detail": problem or f"sglang {version}: CLASP, on CPUs only; experimental",
     }
 
 

@@ -195,7 +195,7 @@ def test_sampled_text_follows_the_targets_law(engines, changes):
     """Catches greedy verification of sampled text, as SGLang itself does on CPUs.
 
     Two samples of the second and third token are compared by chi-square over the commonest
-    outcomes. Measured with the draws replaced by the likeliest token: above 400 at 10 degrees.
+    outcomes.
     """
     count, prompt = 300, [[9, 30, 31]]
     params = {"temperature": 0.7, "max_new_tokens": 3, "ignore_eos": True} | changes

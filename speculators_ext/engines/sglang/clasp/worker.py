@@ -61,9 +61,10 @@ class ClaspWorker(BaseSpecWorker):
         self._clock = RoundClock(
             self._most, self._config.refresh_interval, adaptive=self._config.adaptive
         )
-        logger.info(
-            "Speculative algorithm CLASP (speculators-ext) is on: up to %d drafts a round, %s, "
-            "lossless.",
+        logger.warning(
+            "Speculative algorithm CLASP (speculators-ext) is on, up to %d drafts a round, %s. "
+            "It is experimental on SGLang: compare its text with plain decoding before you rely "
+            "on it.",
             self._most,
             ", ".join(f"{k}={v}" for k, v in self._config.model_dump(exclude_none=True).items()),
         )
