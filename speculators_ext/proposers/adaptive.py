@@ -99,6 +99,7 @@ class Regime:
 
     plain: RunningMedian = field(default_factory=lambda: RunningMedian(9))
     verify: SlopeWindow | LineWindow = field(default_factory=lambda: SlopeWindow(48))
+    chain: LineWindow = field(default_factory=lambda: LineWindow(48))  # `verify` without branches
     draft: SlopeWindow = field(default_factory=lambda: SlopeWindow(48))
     search: SlopeWindow = field(default_factory=lambda: SlopeWindow(8))
     mode: _Mode = "measure"
@@ -232,8 +233,12 @@ class DepthController:
     def _new_regime(self) -> Regime:
         return Regime()
 
-    @staticmethod
+    def _verify_of(self, regime: Regime) -> SlopeWindow | LineWindow:
+        """What drafts like those of the step observed cost to verify."""
+        return regime.verify
+
     def _measure(
+        self,
         regime: Regime,
         width: float,
         verify_seconds: float | None,
@@ -248,14 +253,14 @@ class DepthController:
         if not plain:
             return
         if width > 0 and verify_seconds is not None:
-            regime.verify.observe(width, verify_seconds / plain - 1)
+            self._verify_of(regime).observe(width, verify_seconds / plain - 1)
         if draft_steps:
             regime.draft.observe(draft_steps, draft_seconds / plain)
         if search_seconds > 0:
             regime.search.observe(1, search_seconds / plain)
 
-    @staticmethod
     def _account(
+        self,
         regime: Regime,
         rows: Sequence[RowOutcome],
         verify_seconds: float | None,
@@ -270,7 +275,7 @@ class DepthController:
         extra = 0.0
         drafts = sum(row.drafted for row in rows) / len(rows)
         if drafts:
-            expected = 1 + regime.verify.at(drafts)
+            expected = 1 + self._verify_of(regime).at(drafts)
             spent = expected if verify_seconds is None else verify_seconds / plain
             tokens = 1 + sum(row.accepted for row in rows) / len(rows)
             extra += min(spent, CLIP * expected) - tokens
@@ -342,7 +347,7 @@ class DepthController:
     def _try_again(self, regime: Regime, num_rows: int) -> None:
         """Start a try that mostly counts for itself: what was known may no longer hold."""
         self._forget(0.1)
-        for costs in (regime.verify, regime.draft):
+        for costs in (regime.verify, regime.chain, regime.draft):
             costs.keep_last(PROBE_STEPS // 2)
         self._probe(regime, num_rows)
 

@@ -8,8 +8,9 @@ smaller tree are known from the larger one. Of all cuts (levels L, least V of bi
     gain(L, k) = (1 + accepted(L, k)) / (1 + verify(nodes(L, k)) + c * levels run(L) + once)
 
 in plain steps, verify being the line measured at this batch size: many requests share a step, each
-node then costs more, and trees shrink down to a chain of one sure draft. What lies just beyond the
-cut is drafted once in a while, to see whether it has come to pay.
+node then costs more, and trees shrink down to one sure draft. Chains of best children have counts
+and a line of their own: where no row branches, an engine's own attention may cost far less. What
+lies just beyond the cut is drafted once in a while, to see whether it has come to pay.
 """
 
 from __future__ import annotations
@@ -31,14 +32,15 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from speculators_ext.proposers.adaptive import Transition
+    from speculators_ext.proposers.estimates import SlopeWindow
 
 __all__ = ["BINS", "TreeController", "TreeCut", "TreeOutcome", "floor_of"]
 
 # Bin k holds paths of probability in (2^-(k+1), 2^-k], the last one all below.
 BINS = 9
-# A try verifies paths down to this bin, and now and then down to the other: two sizes of trees tell
+# A try verifies paths down to these bins by turns, the last time as chains: two sizes of trees tell
 # the price of a node from the price of having any.
-PROBE_BINS = 5, 1
+PROBE_BINS = 5, 1, 5
 # A cell is known once so many rows could have had nodes in it.
 KNOWN_ROWS = 8.0
 # Drafted steps between two looks beyond the cut, and between two while that is not known.
@@ -55,10 +57,12 @@ class TreeCut(NamedTuple):
     Attributes:
         levels: of the trees; 0: none.
         bin: the last bin of path probabilities.
+        chain: only the best child of each node.
     """
 
     levels: int
     bin: int
+    chain: bool = False
 
 
 class TreeOutcome(NamedTuple):
@@ -71,6 +75,7 @@ class TreeOutcome(NamedTuple):
         levels: int [n], of each node, from 1.
         chances: float [n], the head's probability of each node's path.
         accepted: bool [n], whether the node is on the accepted path.
+        best: bool [n], whether it and all above it are the best children of their parents.
     """
 
     cut: TreeCut
@@ -78,6 +83,14 @@ class TreeOutcome(NamedTuple):
     levels: np.ndarray
     chances: np.ndarray
     accepted: np.ndarray
+    best: np.ndarray
+
+    def as_chain(self) -> TreeOutcome:
+        """The row had only its best chain been drafted; what left it is rejected there."""
+        levels, chances, accepted = (
+            side[self.best] for side in (self.levels, self.chances, self.accepted)
+        )
+        return TreeOutcome(self.cut, self.run, levels, chances, accepted, self.best[self.best])
 
 
 def floor_of(last: int) -> float:
@@ -146,7 +159,8 @@ class TreeController(DepthController):
 
     def __init__(self, max_depth: int, *, margin: float = 0.02) -> None:
         super().__init__(max_depth, 1, margin=margin)
-        self._cells = _Cells(max_depth)
+        self._cells = _Cells(max_depth), _Cells(max_depth)  # of trees, of their best chains
+        self._branched = True
 
     def cut(self, num_rows: int) -> TreeCut:
         """What the next trees of ``num_rows`` decoding rows may hold. A pure read."""
@@ -155,19 +169,24 @@ class TreeController(DepthController):
             return TreeCut(0, 0)
         regime = self._regimes[bucket(num_rows)]
         if regime.mode == "probe":
-            return TreeCut(levels, PROBE_BINS[regime.left % 4 == 2])
+            turn = regime.left % len(PROBE_BINS)
+            return TreeCut(levels, PROBE_BINS[turn], turn == len(PROBE_BINS) - 1)
         gains = self._gains(regime)
         if gains is None:
             return TreeCut(levels, PROBE_BINS[0])
-        own = gains[levels - 1]
+        turn = regime.drafting_steps
+        chain = bool(gains[1][levels - 1].max() >= gains[0][levels - 1].max())
+        if turn % EXPLORE == 5:
+            chain = not chain
+        own = gains[int(chain)][levels - 1]
         last = int(np.flatnonzero(own == own.max())[-1])  # a bin without nodes is free
         deeper, wider = min(levels, self._max_depth - 1), min(last + 1, BINS - 1)
-        rows, turn = self._cells.rows, regime.drafting_steps
+        rows = self._cells[chain].rows
         if turn % self._period(rows[levels - 1, wider]) == 1:
             last = wider
         elif turn % self._period(rows[deeper, min(1, last)]) == 3:
             levels = deeper + 1
-        return TreeCut(levels, last)
+        return TreeCut(levels, last, chain)
 
     @staticmethod
     def _period(rows: float) -> int:
@@ -193,9 +212,12 @@ class TreeController(DepthController):
             draft_seconds: what it took.
             once_seconds: what it took beyond, paid once.
         """
-        self._cells.observe([row for row in rows if row.cut.levels])
-        if draft_asked:
-            self._cells.ran(draft_asked, draft_steps)
+        drafted = [row for row in rows if row.cut.levels]
+        self._branched = not all(row.best.all() for row in rows)
+        self._cells[0].observe([row for row in drafted if not row.cut.chain])
+        self._cells[1].observe([row.as_chain() for row in drafted])
+        for cells in self._cells if draft_asked else ():
+            cells.ran(draft_asked, draft_steps)
         return self.observe(
             [RowOutcome(row.run, len(row.levels), int(row.accepted.sum())) for row in rows],
             verify_seconds=verify_seconds,
@@ -209,23 +231,35 @@ class TreeController(DepthController):
 
     def _forget(self, share: float) -> None:
         super()._forget(share)
-        self._cells.forget(share)
+        for cells in self._cells:
+            cells.forget(share)
+
+    def _verify_of(self, regime: Regime) -> SlopeWindow | LineWindow:
+        return regime.verify if self._branched else regime.chain
 
     def _gains(self, regime: Regime) -> np.ndarray | None:
-        """[depth, BINS], the gain of each cut, 0 where it is not known; None without prices."""
-        verify, draft, cells = regime.verify.value(), regime.draft.value(), self._cells
-        if verify is None or draft is None:
+        """[2, depth, BINS], the gain of each cut of trees and of chains, 0 where it is not known.
+
+        None without prices.
+        """
+        draft, gains = regime.draft.value(), np.zeros((2, self._max_depth, BINS))
+        if draft is None:
             return None
-        (nodes, accepted), steps = cells.a_row(), cells.steps()[:, None]
-        price = np.where(nodes > 0, regime.verify.at(1.0) - verify + verify * nodes, 0.0)
-        cost = 1 + price + draft * steps + regime.once_share()
-        known = np.minimum.accumulate(np.minimum.accumulate(cells.rows, 0), 1) > 0
-        return np.where(known, (1 + accepted) / cost, 0.0)
+        for own, line, cells in zip(gains, (regime.verify, regime.chain), self._cells, strict=True):
+            slope = line.value()
+            if slope is None:
+                continue
+            (nodes, accepted), steps = cells.a_row(), cells.steps()[:, None]
+            price = np.where(nodes > 0, line.at(1.0) - slope + slope * nodes, 0.0)
+            cost = 1 + price + draft * steps + regime.once_share()
+            known = np.minimum.accumulate(np.minimum.accumulate(cells.rows, 0), 1) > 0
+            own[:] = np.where(known, (1 + accepted) / cost, 0.0)
+        return gains if gains.any() else None
 
     def _best(self, regime: Regime, num_rows: int, limit: int) -> tuple[int, float]:
         gains = self._gains(regime)
-        if gains is None or not gains.any():
+        if gains is None:
             return min(limit, PROBE_DEPTH), 1.0
-        by_depth = gains[:limit].max(axis=1)
+        by_depth = gains[:, :limit].max(axis=(0, 2))
         best = int(by_depth.argmax())
         return best + 1, float(by_depth[best])

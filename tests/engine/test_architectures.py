@@ -149,6 +149,32 @@ def test_two_ranks(plain: Any, tmp_path: Path, adaptive: bool) -> None:
     assert adaptive or accepted > 0
 
 
+@pytest.mark.parametrize(
+    "adaptive",
+    [False, pytest.param(True, marks=pytest.mark.full)],
+    ids=["full trees", "adaptive"],
+)
+def test_two_ranks_with_trees(plain: Any, tmp_path: Path, adaptive: bool) -> None:
+    """Catches ranks that grow, accept or compact differently: a hang, or other text."""
+    from speculators_ext.assets import build
+
+    expected = [list(o.outputs[0].token_ids) for o in plain.remembered(PROMPTS, greedy())]
+    got, accepted = answer_of(
+        tmp_path,
+        "tiny-llama",
+        tensor_parallel_size=2,
+        enforce_eager=True,
+        speculative_config={
+            "method": "eagle2",
+            "model": str(build("tiny-llama-eagle3")),
+            "num_speculative_tokens": 12,
+            "method_config": {"depth": 4, "topk": 3, "adaptive": adaptive},
+        },
+    )
+    assert got == expected
+    assert adaptive or accepted > 0
+
+
 @pytest.mark.full
 def test_compiled(plain: Any, tmp_path: Path) -> None:
     """Catches layers that cannot be called by themselves once vLLM has compiled the model."""

@@ -63,7 +63,7 @@ class Machine:
             with self.clock.drafting(0):
                 self.now += LEVEL * levels
                 self.clock.ran(levels)
-            tree = LIKELY if plan.node_floor > CHANCES[2] else TREE
+            tree = LIKELY if plan.chains or plan.node_floor > CHANCES[2] else TREE
             self.scheduled = tree.cut(1 + levels * (len(tree) // 3))
         self.clock.end(batch, torch.tensor([len(path)]), [plan.levels])
         self.clock.drafted({"one": self.scheduled} if self.scheduled else {})

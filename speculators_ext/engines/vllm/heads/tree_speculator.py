@@ -87,7 +87,10 @@ class TreeSpeculator(HeadSpeculator):
         limits = GrowthLimits(
             torch.tensor([n + 1 for n in roots.max_drafts], dtype=torch.int32, device=self.device),
             torch.tensor(roots.max_levels, device=self.device),
-            torch.tensor([int(slots[row]) in chain_only for row in roots.rows], device=self.device),
+            torch.tensor(
+                [plan.chains or int(slots[row]) in chain_only for row in roots.rows],
+                device=self.device,
+            ),
         )
         least = self._options.min_path_probability, self._options.min_level_probability
         floors = {

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Plan", "TreeClock"]
 
-_NOTHING = TreeOutcome(TreeCut(0, 0), 0, *(np.empty(0, dtype=kind) for kind in (int, float, bool)))
+_NOTHING = TreeOutcome(
+    TreeCut(0, 0), 0, *(np.empty(0, dtype=kind) for kind in (int, float, bool, bool))
+)
 
 
 class Plan(NamedTuple):
@@ -33,11 +35,13 @@ class Plan(NamedTuple):
         levels: of the trees; 0: none.
         level_floor: probability that must reach a level for it to pay.
         node_floor: probability of a path for verifying its last node to pay.
+        chains: only the best child of each node.
     """
 
     levels: int
     level_floor: float
     node_floor: float
+    chains: bool = False
 
 
 class TreeClock(StepClock):
@@ -66,15 +70,15 @@ class TreeClock(StepClock):
         if self._sizes is None:
             return Plan(self._max_depth, 0.0, 0.0)
         self._next_cut = self._sizes.cut(num_rows) if num_rows else TreeCut(0, 0)
-        levels, last = self._next_cut
+        levels, last, chains = self._next_cut
         known = self._sizes.estimates(num_rows)
         if not levels or known.draft_step is None:
-            return Plan(levels, 0.0, floor_of(last) if levels else 0.0)
+            return Plan(levels, 0.0, floor_of(last) if levels else 0.0, chains)
         # Of what reaches a level so much is accepted in it, for each token of which
         # the round could take that much longer.
         accepted = known.acceptance[min(1, len(known.acceptance) - 1)]
         level_floor = known.draft_step * max(1.0, known.gain) / max(accepted, 0.1)
-        return Plan(levels, min(level_floor, 1.0), floor_of(last))
+        return Plan(levels, min(level_floor, 1.0), floor_of(last), chains)
 
     def ran(self, levels: int) -> None:
         """How many levels the drafting that is being timed has run."""
@@ -112,7 +116,7 @@ class TreeClock(StepClock):
         cap, scheduled = self._caps.get(req_id, 0), input_batch.num_draft_tokens_per_req
         if not cap:
             return _NOTHING
-        cut = TreeCut(min(cap, self._cut.levels), self._cut.bin)
+        cut = self._cut._replace(levels=min(cap, self._cut.levels))
         run = min(cut.levels, self._levels_run)
         tree = self._trees.get(req_id)
         if tree is None:
@@ -123,4 +127,8 @@ class TreeClock(StepClock):
         accepted = np.zeros(len(tree), dtype=bool)
         accepted[paths[row, :sampled]] = True
         scores = np.zeros(len(tree)) if tree.scores is None else tree.scores
-        return TreeOutcome(cut, run, tree.depths()[1:], np.exp(scores[1:]), accepted[1:])
+        best, last = np.zeros(len(tree), dtype=bool), 0
+        for node, parent in enumerate(tree.parents.tolist()):  # a node's best child is its first
+            if parent == last and node:
+                best[node], last = True, node
+        return TreeOutcome(cut, run, tree.depths()[1:], np.exp(scores[1:]), accepted[1:], best[1:])
