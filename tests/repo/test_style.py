@@ -16,6 +16,8 @@ FUNCTION_LINES = 80
 # A checkpoint in Python's pickle format runs code when it is opened; weights are safetensors here.
 PICKLED = {".bin", ".ckpt", ".pickle", ".pkl", ".pt", ".pth"}
 HOME = re.compile(r"(?<![\w.~$}])/(?:home|mnt|opt|root|Users|work|tmp)/\w")
+# Others' source text, as it is: prompts to continue.
+QUOTED = {"speculators_ext/assets/tiny_mtp/prompts.jsonl"}
 LEFT_FOR_LATER = re.compile(r"\b(?:TO" + "DO|FIX" + r"ME|X{3})\b")
 
 
@@ -44,7 +46,9 @@ def texts() -> list[tuple[str, str]]:
     return [
         (name_of(path), path.read_text())
         for path in written_files()
-        if path.is_file() and path.suffix in {"", ".json", ".jsonl", ".md", ".py", ".toml"}
+        if path.is_file()
+        and path.suffix in {"", ".json", ".jsonl", ".md", ".py", ".toml"}
+        and name_of(path) not in QUOTED
     ]
 
 
