@@ -31,10 +31,12 @@ REQUESTS = 8
 
 def answer(folder: Path, depth: int, dtype: str, prompts: list[str], tokens: int) -> dict[str, Any]:
     """Answers of one engine, drafting `depth` tokens a round (0: none), and its counters."""
+    import torch
     from vllm import LLM, SamplingParams
 
     speculative = {"method": "mtp", "num_speculative_tokens": depth} if depth else None
     latent = "kv_lora_rank" in (folder / "config.json").read_text()
+    latent = latent and not torch.cuda.is_available()
     # What vLLM chooses for latent attention on a CPU with AMX takes no fp32.
     attention = {"attention_config": {"backend": "CPU_MLA"}, "block_size": 16} if latent else {}
     llm = LLM(
