@@ -30,7 +30,7 @@ def export(head: Eagle3Head, config: Any, aux_layers: tuple[int, ...], folder: P
     shutil.rmtree(fresh, ignore_errors=True)
     fresh.mkdir(parents=True)
     save_file(_tensors(head, config.vocab_size), fresh / "model.safetensors", {"format": "pt"})
-    described = config.to_dict() | {
+    described = config.to_diff_dict() | {
         "architectures": ["LlamaForCausalLMEagle3"],
         "num_hidden_layers": 1,
         "draft_vocab_size": len(head.draft_ids),

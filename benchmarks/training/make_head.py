@@ -31,7 +31,7 @@ def main(
     shards: Annotated[int, typer.Option(help="shards of about 130,000 tokens, in all")] = 9,
     first_shards: Annotated[int, typer.Option(help="shards of the first round")] = 4,
     steps: Annotated[int, typer.Option(help="updates of the first round")] = 4300,
-    more_steps: Annotated[int, typer.Option(help="updates of the second round")] = 2500,
+    more_steps: Annotated[int, typer.Option(help="updates of the second round")] = 2300,
     size: Annotated[int, typer.Option(help="conversations a shard")] = 500,
     max_answer: Annotated[int, typer.Option(help="tokens an answer, at most")] = 320,
     num_prompts: Annotated[int, typer.Option(help="held-out prompts to measure")] = 48,
@@ -44,7 +44,7 @@ def main(
     train = ("train_eagle3.py", features)
     stage(*train, first, "--end-shard", first_shards, "--steps", steps)
     build_on = ("--start", first / "checkpoint.safetensors", "--first-shard", first_shards)
-    stage(*train, second, *build_on, "--steps", more_steps, "--rate", 6e-4)
+    stage(*train, second, *build_on, "--steps", more_steps, "--rate", 6e-4, "--seed", 1)
     measure = ("--num-prompts", num_prompts, "--json", folder / "acceptance.json")
     stage("acceptance.py", second / "smollm2-eagle3", *measure)
 

@@ -21,7 +21,7 @@ FOLDER = "smollm2_eagle3"
 # What the card describes; a file that a checkout or an installer damaged must not be measured.
 FILES = {
     "config.json": "53f94eeaec2cec165121ad4cf5977d3439428cf8f063b6b705b22f8963730e9d",
-    "model.safetensors": "30dded71c32bc5f992e0dbd764cbadcbdeef15afa657f88c271da808abe465fd",
+    "model.safetensors": "1e8e96d4b9ba3c326e1536238af569a963854106c7e1e60a28cb58de2b71a27c",
 }
 
 
