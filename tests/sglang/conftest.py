@@ -102,6 +102,10 @@ class Engine:
     def generate(self, prompts: Sequence[Any], params: Any, **options: Any) -> list[dict[str, Any]]:
         return self.do("generate", prompts=list(prompts), params=params, **options)
 
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
     def stop(self) -> None:
         with suppress(OSError):
             self._process.stdin.close()
@@ -135,7 +139,8 @@ class Engines:
         options["model_path"] = str(build(model))
         key = json.dumps([options, environment], sort_keys=True)
         plain = "speculative_algorithm" not in options
-        if plain not in self._running or self._running[plain][0] != key:
+        running = self._running.get(plain)
+        if running is None or running[0] != key or not running[1].alive:
             self._stop(plain)
             self._count += 1
             log = self._folder / f"engine{self._count}.log"
