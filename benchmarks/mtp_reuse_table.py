@@ -182,7 +182,9 @@ def measure(
 
 
 def main(
-    model: Annotated[str, typer.Option(help="An asset with an MTP module, or a folder.")],
+    model: Annotated[
+        str, typer.Option(help="An asset with an MTP module, or a folder.")
+    ] = "deepseek-v3-tiny-mtp",
     compare: Annotated[str, typer.Option(help="caps, vocabularies or states.")] = "caps",
     drafts: Annotated[int, typer.Option(help="Drafts of a chain; caps have their own.")] = 3,
     requests: Annotated[str, typer.Option(help="Requests at a time.")] = "1,4",
