@@ -42,9 +42,8 @@ def demo(
 
     SmolLM2-135M-Instruct for `clasp` and `eagle2`, a tiny DeepSeek-V3 that writes Python for
     `mtp_reuse`. In float32, where a lossless method must give plain's very texts (bf16 rounds
-    differently in wider batches). `clasp` and `eagle2` are shown twice: as they come, when they
-    draft only where that pays on this machine, and with `adaptive` off, when their acceptance can
-    be seen.
+    differently in wider batches). Every method is shown twice: as it comes, when it drafts only
+    where that pays on this machine, and with `adaptive` off, when its acceptance can be seen.
     """
     from speculators_ext.cli import report
     from speculators_ext.cli.runner import run_plan
@@ -105,7 +104,14 @@ def mtp_variants() -> list[Variant]:
 
     [built_in] = method_variants(["mtp"], MTP_LENGTH)
     [ours] = method_variants(["mtp_reuse"], MTP_ROOM)
-    return [Variant("plain", None), Variant("mtp, built in", built_in.speculative), ours]
+    [fixed] = method_variants(["mtp_reuse"], MTP_LENGTH)
+    config = {**(fixed.speculative or {}), "method_config": {"adaptive": False}}
+    return [
+        Variant("plain", None),
+        Variant("mtp, built in", built_in.speculative),
+        ours,
+        Variant("mtp_reuse, adaptive off", config),
+    ]
 
 
 def _plan(
