@@ -92,6 +92,20 @@ class Estimates(NamedTuple):
     search: float | None
     acceptance: tuple[float, ...]
 
+    def describe(self, transition: Transition, num_rows: int) -> str:
+        """One log line: drafting of ``num_rows`` requests has stopped or resumed, and why."""
+        costs = (
+            f"draft step {self.draft_step or 0.0:.2f}, verified token "
+            f"{self.verify_per_token or 0.0:.2f}, search {self.search or 0.0:.2f} of a plain step "
+            f"of {1000 * (self.plain_seconds or 0.0):.1f} ms"
+        )
+        acceptance = " ".join(f"{chance:.2f}" for chance in self.acceptance[:4])
+        later = "; plain decoding meanwhile, tried again later" if transition == "stopped" else ""
+        return (
+            f"Drafting {transition} at {num_rows} running request(s): best depth {self.depth} "
+            f"would give {self.gain:.2f}x plain speed ({costs}; acceptance {acceptance}){later}"
+        )
+
 
 @dataclass
 class Regime:

@@ -124,7 +124,9 @@ class StepClock:
         sampled = num_sampled.tolist()
         transition = self._observe(self._controller, input_batch, sampled)
         if transition is not None:
-            self._say(transition, sum(count > 0 for count in sampled))
+            num_rows = sum(count > 0 for count in sampled)
+            known = self._controller.estimates(num_rows)
+            logger.info("%s", known.describe(transition, num_rows))
         self._caps = dict(zip(input_batch.req_ids, caps, strict=False))
         self._clear()
         self._ended = time.perf_counter()
@@ -152,23 +154,3 @@ class StepClock:
             cap = max(count, self._caps.get(req_id, 0))
             outcomes.append(RowOutcome(cap, count, min(sampled[row] - 1, count)))
         return outcomes
-
-    def _say(self, transition: str, num_rows: int) -> None:
-        known = self._controller.estimates(num_rows) if self._controller else None
-        if known is None:
-            return
-        logger.info(
-            "Drafting %s at %d running request(s): best depth %d would give %.2fx plain speed "
-            "(draft step %.2f, verified token %.2f, search %.2f of a plain step of %.1f ms; "
-            "acceptance %s)%s",
-            transition,
-            num_rows,
-            known.depth,
-            known.gain,
-            known.draft_step or 0.0,
-            known.verify_per_token or 0.0,
-            known.search or 0.0,
-            1000 * (known.plain_seconds or 0.0),
-            " ".join(f"{a:.2f}" for a in known.acceptance[:4]),
-            "; plain decoding meanwhile, tried again later" if transition == "stopped" else "",
-        )

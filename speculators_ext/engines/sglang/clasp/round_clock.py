@@ -83,7 +83,8 @@ class RoundClock:
                 search_seconds=self._search_seconds,
             )
             if transition is not None:
-                self._say(transition, len(self._outcomes))
+                known = self._controller.estimates(len(self._outcomes))
+                logger.info("%s", known.describe(transition, len(self._outcomes)))
         self._clear()
         self._drafting_ended = time.perf_counter()
 
@@ -93,22 +94,3 @@ class RoundClock:
         """What became of this round: drafts allowed, made and accepted, row by row."""
         rows = zip(caps, drafted, accepted, strict=True)
         self._outcomes = [RowOutcome(max(cap, count), count, hits) for cap, count, hits in rows]
-
-    def _say(self, transition: str, num_rows: int) -> None:
-        assert self._controller is not None
-        known = self._controller.estimates(num_rows)
-        logger.info(
-            "Drafting %s at %d running request(s): best depth %d would give %.2fx plain speed "
-            "(draft step %.2f, verified token %.2f, search %.2f of a plain step of %.1f ms; "
-            "acceptance %s)%s",
-            transition,
-            num_rows,
-            known.depth,
-            known.gain,
-            known.draft_step or 0.0,
-            known.verify_per_token or 0.0,
-            known.search or 0.0,
-            1000 * (known.plain_seconds or 0.0),
-            " ".join(f"{a:.2f}" for a in known.acceptance[:4]),
-            "; plain decoding meanwhile, tried again later" if transition == "stopped" else "",
-        )
