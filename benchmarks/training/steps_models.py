@@ -1,0 +1,167 @@
+"""The two reasoning models: a Llama in training form, its sizes, and the folder vLLM loads."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from mtp_layers import FeedForward, causal_attention, rotate_halves
+from safetensors.torch import load_file, save_file
+from steps_data import VOCAB_SIZE
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from transformers import PreTrainedTokenizerFast
+
+WEIGHTS = "model.safetensors"
+_SHARED: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": VOCAB_SIZE,
+    "max_position_embeddings": 1024,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "dtype": "bfloat16",
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "steps-target-tiny": {
+        **_SHARED,
+        "hidden_size": 160,
+        "intermediate_size": 384,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 5,
+        "num_key_value_heads": 5,
+        "head_dim": 32,
+    },
+    "steps-draft-tiny": {
+        **_SHARED,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+    },
+}
+
+
+class Attention(nn.Module):
+    """Causal multi-head attention with rotated halves."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__()
+        hidden, self.heads = config["hidden_size"], config["num_attention_heads"]
+        self.dim = config["head_dim"]
+        self.q_proj = nn.Linear(hidden, hidden, bias=False)
+        self.k_proj = nn.Linear(hidden, hidden, bias=False)
+        self.v_proj = nn.Linear(hidden, hidden, bias=False)
+        self.o_proj = nn.Linear(hidden, hidden, bias=False)
+        theta = config["rope_parameters"]["rope_theta"]
+        frequencies = theta ** -(torch.arange(0, self.dim, 2) / self.dim)
+        self.register_buffer("frequencies", frequencies, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, T, H] -> [B, T, H]."""
+        batch, length, hidden = x.shape
+        angles = torch.outer(torch.arange(length), self.frequencies)
+        q, k, v = (
+            p(x).view(batch, length, self.heads, -1)
+            for p in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        q, k = rotate_halves(q, angles), rotate_halves(k, angles)
+        mixed = causal_attention(q, k, v, 1 / math.sqrt(self.dim))
+        return self.o_proj(mixed.reshape(batch, length, hidden))
+
+
+class Block(nn.Module):
+    """A decoder layer."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__()
+        hidden, eps = config["hidden_size"], config["rms_norm_eps"]
+        self.input_layernorm = nn.RMSNorm(hidden, eps=eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = nn.RMSNorm(hidden, eps=eps)
+        self.mlp = FeedForward(hidden, config["intermediate_size"])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, T, H] -> [B, T, H]."""
+        x = x + self.self_attn(self.input_layernorm(x))
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class TinyLlama(nn.Module):
+    """Whole sequences, no KV cache."""
+
+    def __init__(self, config: dict[str, Any], layers: int | None = None) -> None:
+        super().__init__()
+        hidden, vocabulary = config["hidden_size"], config["vocab_size"]
+        layers = layers or config["num_hidden_layers"]
+        self.embed_tokens = nn.Embedding(vocabulary, hidden)
+        self.layers = nn.ModuleList([Block(config) for _ in range(layers)])
+        self.norm = nn.RMSNorm(hidden, eps=config["rms_norm_eps"])
+        self.lm_head = nn.Linear(hidden, vocabulary, bias=False)
+
+    def initialize(self, generator: torch.Generator) -> None:
+        """Draws every weight; outputs (of layers and head) start at zero."""
+        for name, weight in self.named_parameters():
+            if weight.ndim != 2:
+                continue
+            scale = 1.0 if "embed" in name else weight.shape[1] ** -0.5
+            if name.endswith(("o_proj.weight", "down_proj.weight", "lm_head.weight")):
+                nn.init.zeros_(weight)
+            else:
+                nn.init.normal_(weight, std=scale, generator=generator)
+
+    @torch.no_grad()
+    def grow(self) -> None:
+        """Puts a silent copy behind each layer: the model computes what it did."""
+        grown = []
+        for layer in self.layers:
+            twin = copy.deepcopy(layer)
+            twin.self_attn.o_proj.weight.zero_()
+            twin.mlp.down_proj.weight.zero_()
+            grown += [layer, twin]
+        self.layers = nn.ModuleList(grown)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """int64 [B, T] -> logits [B, T, V]."""
+        x = self.embed_tokens(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.lm_head(self.norm(x))
+
+
+def export(
+    model: TinyLlama, config: dict[str, Any], tokenizer: PreTrainedTokenizerFast, folder: Path
+) -> None:
+    """Configuration, tokenizer and bf16 weights as a Hugging Face folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    tokenizer.save_pretrained(folder)
+    tensors = {_name(k): v.bfloat16().contiguous() for k, v in model.state_dict().items()}
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+
+
+def load(folder: Path) -> TinyLlama:
+    """The training form of an exported model, fp32, in evaluation mode."""
+    model = TinyLlama(json.loads((folder / "config.json").read_text()))
+    found = load_file(folder / WEIGHTS)
+    model.load_state_dict({k: found[_name(k)].float() for k in model.state_dict()})
+    return model.eval()
+
+
+def _name(name: str) -> str:
+    return name if name.startswith("lm_head") else f"model.{name}"

@@ -1,0 +1,194 @@
+"""Where steps end and which of them may be judged, and what acceptance does to whole texts."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+import torch
+
+from speculators_ext.proposers.reasoning_step import (
+    DraftedStep,
+    Span,
+    StepCounters,
+    StepRules,
+    StepSplitter,
+    StepTracker,
+)
+from speculators_ext.proposers.step_judges import JUDGES, OpenSteps
+from speculators_ext.verification.steps import count_exact, settle
+
+TEXTS = ["a", "\n", "b\n", "\n\n", ".\n\nc", "\nx\n", "", "\n\n\n"]
+
+
+@pytest.mark.parametrize("delimiter", ["\n", "\n\n", "a\na", "\n\n\n"])
+def test_splitter_finds_what_a_search_in_the_text_finds(delimiter: str) -> None:
+    """A delimiter across tokens, or inside one, is missed or seen twice: all texts of 4 tokens."""
+    splitter = StepSplitter(delimiter, TEXTS)
+    for tokens in itertools.product(range(len(TEXTS)), repeat=4):
+        state, pending = 0, ""
+        for token in tokens:
+            state, ended = splitter.advance(state, token)
+            pending += TEXTS[token]
+            assert ended == (delimiter in pending), (tokens, token)
+            if ended:
+                pending = pending.split(delimiter)[-1]
+
+
+def test_empty_delimiter_is_refused() -> None:
+    """It would end every step before it begins."""
+    with pytest.raises(ValueError, match="delimiter"):
+        StepSplitter("", TEXTS)
+
+
+END, START, STOP, LINE, WORD = 4, 3, 2, 1, 0
+
+
+def rules(**options: object) -> StepRules:
+    splitter = StepSplitter("\n", ["w", "\n", "</s>", "<t>", "</t>"])
+    return StepRules(splitter, stops=frozenset({STOP}), **options)  # type: ignore[arg-type]
+
+
+def drafted(tracker: StepTracker, tokens: list[int]) -> tuple[int, bool]:
+    """How many tokens a draft takes of these, and whether the result may be judged."""
+    step = DraftedStep(tracker)
+    for count, token in enumerate(tokens, 1):
+        if not step.push(token):
+            return count, step.judgeable
+    return len(tokens), step.judgeable
+
+
+def test_a_draft_stops_at_the_end_of_its_step() -> None:
+    """Drafting past the delimiter would hand two steps to one judgement."""
+    tracker = StepTracker(rules())
+    assert drafted(tracker, [WORD, WORD, LINE, WORD]) == (3, True)
+    assert drafted(tracker, [WORD, WORD]) == (2, False)
+    assert (tracker.state, tracker.length, tracker.steps) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("last", [STOP, END, START])
+def test_the_end_of_text_or_reasoning_is_never_judged(last: int) -> None:
+    """Whether to stop thinking, or writing, is the target's decision alone."""
+    tracker = StepTracker(rules(span=Span(START, END)), [START])
+    assert drafted(tracker, [WORD, last, LINE]) == (2, False)
+
+
+def test_only_the_reasoning_is_judged() -> None:
+    """The answer behind the reasoning must be the target's, and what precedes it too."""
+    tracker = StepTracker(rules(span=Span(START, END)), [WORD])
+    assert not tracker.may_judge
+    tracker.feed([START, WORD])
+    assert tracker.may_judge
+    tracker.feed([LINE, END])
+    assert not tracker.may_judge
+    assert drafted(tracker, [WORD, LINE]) == (2, False)
+
+
+def test_a_prompt_can_open_the_reasoning_and_an_earlier_turn_closes_it() -> None:
+    """Chat templates put the opening token into the prompt."""
+    span = Span(START, END)
+    assert StepTracker(rules(span=span), [START, WORD, END, WORD, START]).may_judge
+    assert not StepTracker(rules(span=span), [START, WORD, END]).may_judge
+
+
+def test_first_steps_are_exact_and_a_resumed_request_remembers() -> None:
+    """A preempted request would be exact again, or judged too early."""
+    given = rules(first_exact=2)
+    fresh = StepTracker(given, [LINE, LINE, LINE])
+    assert not fresh.may_judge
+    fresh.feed([WORD, LINE])
+    assert not fresh.may_judge
+    fresh.feed([WORD, LINE])
+    assert fresh.may_judge
+    resumed = StepTracker(given, [LINE, LINE, LINE], [WORD, LINE, WORD, LINE])
+    assert resumed.may_judge
+
+
+def test_short_lines_end_no_step() -> None:
+    """A list of short lines would be judged word by word."""
+    tracker = StepTracker(rules(min_tokens=3))
+    assert drafted(tracker, [WORD, LINE, WORD, LINE]) == (4, True)
+
+
+def test_judges_give_the_numbers_they_promise() -> None:
+    """`logprob` the least and its mean as a gate, `score` the mean digit, `exact` nothing."""
+    logprobs, owners = torch.tensor([-1.0, -3.0, -2.0]), torch.tensor([0, 0, 1])
+    digits = torch.full((2, 10), -50.0)
+    digits[0, 9] = 0.0
+    digits[1, 2] = digits[1, 4] = 0.0
+    steps = OpenSteps(2, lambda: (logprobs, owners), lambda: digits)
+    assert JUDGES["logprob"]().numbers(steps).tolist() == [-3.0, -2.0]
+    assert JUDGES["logprob"](-1.9).numbers(steps).tolist() == [float("-inf")] * 2
+    assert JUDGES["logprob"](-2.0).numbers(steps).tolist() == [-3.0, -2.0]
+    torch.testing.assert_close(JUDGES["score"]().numbers(steps), torch.tensor([9.0, 3.0]))
+    assert JUDGES["exact"]().numbers(steps).tolist() == [float("-inf")] * 2
+
+
+def test_counters_say_what_was_refused() -> None:
+    """The line of the log and the benchmark's table read the same numbers."""
+    counters = StepCounters(drafted=5, agreed=2, judged=3, accepted=1)
+    assert counters.as_dict()["refused"] == 2
+    assert "3 judged: 1 accepted" in counters.line()
+
+
+def table_model(seed: int) -> object:
+    """A model over tokens 0, 1 (a line's end) and 2 (a word): its choice by the whole prefix."""
+
+    def choose(prefix: tuple[int, ...]) -> int:
+        return random.Random(f"{seed}{prefix}").randrange(3)
+
+    return choose
+
+
+def run(target, draft, passes, *, length: int, width: int):
+    """Speculate `length` tokens; returns them and the (start, end) of steps a judge let pass."""
+    splitter = StepSplitter("\n", ["a", "\n", "b"])
+    tracker = StepTracker(StepRules(splitter))
+    text: list[int] = []
+    passed = []
+    while len(text) < length:
+        step = DraftedStep(tracker)
+        drafts: list[int] = []
+        while len(drafts) < width:
+            drafts.append(draft((*text, *drafts)))
+            if not step.push(drafts[-1]):
+                break
+        rows = torch.tensor([text[-1] if text else 0, *drafts])
+        chosen = torch.tensor([target((*text, *drafts[:n])) for n in range(len(drafts) + 1)])
+        starts = torch.tensor([0, len(rows)])
+        exact = count_exact(rows, chosen, starts)
+        sound = step.judgeable and int(exact) < len(drafts) and passes(tuple(text), tuple(drafts))
+        tokens, counts = settle(rows, chosen, starts, exact, torch.tensor([sound]), width + 1)
+        if sound:
+            passed.append((len(text), len(text) + len(drafts)))
+        gained = tokens[0, : int(counts)].tolist()
+        tracker.feed(gained)
+        text += gained
+    return text, passed
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_exact_is_lossless_and_a_judge_changes_only_the_steps_it_passes(seed: int) -> None:
+    """With `exact` the text is the target's; else every token outside of passed steps still is."""
+    target, draft = table_model(seed), table_model(seed + 1000 if seed % 2 else seed % 3)
+    plain: list[int] = []
+    for _ in range(30):
+        plain.append(target(tuple(plain)))
+    text, passed = run(target, draft, lambda *_: False, length=30, width=4)
+    assert text[:30] == plain
+    assert not passed
+    for share in (2, 3):
+        text, passed = run(
+            target, draft, lambda before, _, of=share: len(before) % of == 0, length=30, width=4
+        )
+        inside = {i for start, end in passed for i in range(start, end)}
+        for index, token in enumerate(text):
+            if index not in inside:
+                assert token == target(tuple(text[:index]))
+        for start, end in passed:
+            own = [draft(tuple(text[:index])) for index in range(start, end)]
+            assert text[start:end] == own
+            assert text[end - 1] == 1
+            assert own != [target(tuple(text[:index])) for index in range(start, end)]
+        assert all(end <= len(text) - 1 for _, end in passed)  # the target's token follows
