@@ -88,7 +88,7 @@ def serve(
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 128,
     spec_tokens: Annotated[int, typer.Option(min=1, help="num_speculative_tokens.")] = 6,
     dtype: DtypeOption = "auto",
-    engine: Annotated[str, typer.Option(help="The engine to start: vllm.")] = "vllm",
+    engine: Annotated[str, typer.Option(help="The engine to start: vllm or sglang.")] = "vllm",
     enforce_eager: EagerOption = None,
     extra_args: ExtraOption = "",
     start_timeout: Annotated[

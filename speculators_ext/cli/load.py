@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from speculators_ext.cli.common import FAILED, CliError, ServerFailure, need
-from speculators_ext.cli.metrics import SpecCounters, parse_metrics
+from speculators_ext.cli.metrics import SpecCounters, parse_metrics, sglang_counters
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -22,10 +22,14 @@ _TEXT = "/v1/completions"
 
 @dataclass(frozen=True)
 class Answer:
-    """What came back for one prompt: the text and its length in tokens."""
+    """What came back for one prompt: the text, its length in tokens, and what was drafted for it.
+
+    vLLM tells the last of all requests together, see `Driver.counters`.
+    """
 
     text: str
     tokens: int
+    counters: SpecCounters | None = None
 
 
 def served_model(url: str) -> str:
@@ -44,12 +48,14 @@ class Driver:
         model: the name the server serves the model under.
         max_tokens: most tokens an answer may have.
         chat: apply the model's chat template, or send the text as it is.
+        engine: whose server it is.
     """
 
     url: str
     model: str
     max_tokens: int
     chat: bool = True
+    engine: str = "vllm"
 
     def run(
         self,
@@ -64,8 +70,16 @@ class Driver:
         """
         return asyncio.run(self._run(prompts, concurrency, done))
 
+    def counters_since(self, before: SpecCounters, answers: Sequence[Answer]) -> SpecCounters:
+        """What was drafted for `answers`, which are all that was asked since `before`."""
+        if self.engine == "vllm":
+            return self.counters() - before
+        return sum((answer.counters or SpecCounters() for answer in answers), SpecCounters())
+
     def counters(self) -> SpecCounters:
-        """Read the speculative counters the server shows now."""
+        """Read the speculative counters that vLLM's server shows now; other engines have none."""
+        if self.engine != "vllm":
+            return SpecCounters()
         httpx = need("httpx", "bench")
         page = httpx.get(f"{self.url}/metrics", timeout=30.0, trust_env=False)
         page.raise_for_status()
@@ -112,6 +126,8 @@ class Driver:
         httpx = need("httpx", "bench")
         body: dict[str, Any] = {"model": self.model, "temperature": 0}
         body["max_tokens"] = self.max_tokens
+        if self.engine == "sglang":
+            body["return_spec_tokens_details"] = True
         if self.chat:
             body["messages"] = [{"role": "user", "content": prompt.text}]
         else:
@@ -127,7 +143,9 @@ class Driver:
         page = reply.json()
         choice = page["choices"][0]
         text = choice["message"]["content"] if self.chat else choice["text"]
-        return Answer(text or "", int(page["usage"]["completion_tokens"]))
+        details = (page.get("sglext") or {}).get("spec_tokens_details")
+        counters = None if details is None else sglang_counters(details)
+        return Answer(text or "", int(page["usage"]["completion_tokens"]), counters)
 
 
 def _reason(reply: Any) -> str:

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any
 
 from speculators_ext.cli.common import need
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 DRAFTS = "vllm:spec_decode_num_drafts_total"
 DRAFTED = "vllm:spec_decode_num_draft_tokens_total"
@@ -15,11 +20,13 @@ ACCEPTED_AT = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
 
 @dataclass(frozen=True)
 class SpecCounters:
-    """vLLM's speculative counters, summed over engines.
+    """An engine's speculative counters.
 
     Attributes:
-        drafts: verifications that had at least one draft (vLLM counts no others).
-        drafted: draft tokens proposed.
+        drafts: verifications that had at least one draft (vLLM counts no others; SGLang counts
+            all).
+        drafted: draft tokens proposed; SGLang does not know how many they were where that differs
+            from round to round, and 0 stands for it.
         accepted: draft tokens accepted.
         accepted_at: draft tokens accepted, by position in the draft.
     """
@@ -37,6 +44,16 @@ class SpecCounters:
             self.drafted - before.drafted,
             self.accepted - before.accepted,
             tuple(now - then for now, then in zip(self.accepted_at, old, strict=True)),
+        )
+
+    def __add__(self, other: SpecCounters) -> SpecCounters:
+        """Of two sets of answers together."""
+        pairs = zip_longest(self.accepted_at, other.accepted_at, fillvalue=0)
+        return SpecCounters(
+            self.drafts + other.drafts,
+            self.drafted + other.drafted,
+            self.accepted + other.accepted,
+            tuple(map(sum, pairs)),
         )
 
     @property
@@ -69,4 +86,13 @@ def parse_metrics(page: str) -> SpecCounters:
         totals[DRAFTED],
         totals[ACCEPTED],
         tuple(positions[index] for index in range(width)),
+    )
+
+
+def sglang_counters(details: Mapping[str, Any]) -> SpecCounters:
+    """The counters of one answer of SGLang's, from its `spec_tokens_details`."""
+    rounds = details["spec_correct_drafts_histogram"]  # with so many drafts accepted
+    at_least = [sum(rounds[index:]) for index in range(1, len(rounds))]
+    return SpecCounters(
+        details["spec_verify_ct"], 0, details["spec_num_correct_drafts"], tuple(at_least)
     )

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from speculators_ext.cli.prompts import Prompt
 
-ENGINES = ("vllm",)
+ENGINES = ("vllm", "sglang")
 # Methods of the engine's own that need nothing beside the target, to compare with.
 BUILT_IN = ("mtp",)
 

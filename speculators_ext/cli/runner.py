@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 from speculators_ext.cli.load import Answer, Driver, served_model
 from speculators_ext.cli.rows import Measurement
 from speculators_ext.cli.server import free_port, running_server, vllm_command
+from speculators_ext.cli.sglang_server import sglang_command, sglang_environment
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from speculators_ext.cli.plan import Plan, Variant
 
 WARM_UP_TOKENS = 32
+SERVERS = {"vllm": "vllm serve", "sglang": "sglang.launch_server"}
 
 
 def eager_by_default() -> bool:
@@ -55,6 +58,37 @@ def run_plan(plan: Plan, console: Console) -> list[Measurement]:
 
 def _measure_variant(plan: Plan, variant: Variant, progress: Progress) -> list[Measurement]:
     port = free_port()
+    command, environment = _command(plan, variant, port)
+    task = progress.add_task(f"{variant.name}: starting {plan.engine}", total=None, speed="")
+    log = plan.logs / f"{_file_name(variant.name)}.log"
+    with running_server(
+        command,
+        port,
+        log,
+        name=f"{SERVERS[plan.engine]} for {variant.name!r}",
+        timeout_s=plan.start_timeout_s,
+        waiting=lambda _: progress.refresh(),
+        environment=environment,
+    ) as server:
+        progress.remove_task(task)
+        progress.console.print(
+            f"{variant.name}: server up after {server.start_s:.0f} s, log {log}",
+            highlight=False,
+            soft_wrap=True,
+        )
+        driver = Driver(
+            server.url, served_model(server.url), plan.max_tokens, engine=plan.engine
+        ).for_model(plan.prompts[0])
+        return [_pass(plan, variant, driver, at_once, progress) for at_once in plan.concurrency]
+
+
+def _command(plan: Plan, variant: Variant, port: int) -> tuple[list[str], dict[str, str] | None]:
+    """The command line of the variant's server, and its environment; None takes ours."""
+    if plan.engine == "sglang":
+        command = sglang_command(
+            plan.model, port, dtype=plan.dtype, speculative=variant.speculative, extra=plan.extra
+        )
+        return command, sglang_environment()
     command = vllm_command(
         plan.model,
         port,
@@ -63,25 +97,7 @@ def _measure_variant(plan: Plan, variant: Variant, progress: Progress) -> list[M
         speculative=variant.speculative,
         extra=plan.extra,
     )
-    task = progress.add_task(f"{variant.name}: starting vllm serve", total=None, speed="")
-    log = plan.logs / f"{_file_name(variant.name)}.log"
-    with running_server(
-        command,
-        port,
-        log,
-        name=f"vllm serve for {variant.name!r}",
-        timeout_s=plan.start_timeout_s,
-        waiting=lambda _: progress.refresh(),
-    ) as server:
-        progress.remove_task(task)
-        progress.console.print(
-            f"{variant.name}: server up after {server.start_s:.0f} s, log {log}",
-            highlight=False,
-            soft_wrap=True,
-        )
-        driver = Driver(server.url, served_model(server.url), plan.max_tokens)
-        driver = driver.for_model(plan.prompts[0])
-        return [_pass(plan, variant, driver, at_once, progress) for at_once in plan.concurrency]
+    return command, None
 
 
 def _pass(
@@ -101,7 +117,7 @@ def _pass(
 
     before = driver.counters()
     answers, seconds = driver.run(plan.prompts, at_once, answered)
-    counters = driver.counters() - before
+    counters = driver.counters_since(before, answers)
     progress.remove_task(task)
     measured = Measurement(plan.engine, variant.name, at_once, answers, seconds, counters)
     progress.console.print(
@@ -112,7 +128,7 @@ def _pass(
 
 def _warm_up(driver: Driver, plan: Plan, at_once: int) -> None:
     """Let kernels compile and the method take its first measurements, on a full batch."""
-    short = Driver(driver.url, driver.model, min(WARM_UP_TOKENS, plan.max_tokens), driver.chat)
+    short = replace(driver, max_tokens=min(WARM_UP_TOKENS, plan.max_tokens))
     short.run(plan.prompts[: max(at_once, 2)], at_once)
 
 

@@ -94,6 +94,7 @@ def running_server(
     name: str,
     timeout_s: float = 600.0,
     waiting: Callable[[float], None] | None = None,
+    environment: dict[str, str] | None = None,
 ) -> Iterator[Server]:
     """Start `command` in its own process group, yield once /health answers, end the group.
 
@@ -104,6 +105,7 @@ def running_server(
         name: what to call the server in an error.
         timeout_s: seconds to wait for the first healthy answer.
         waiting: called several times a second with the seconds waited so far.
+        environment: of the process; None takes ours.
 
     Raises:
         CliError: the process ended or the time was up before the server answered; or a
@@ -116,7 +118,7 @@ def running_server(
             stdin=subprocess.DEVNULL,
             stdout=sink,
             stderr=subprocess.STDOUT,
-            env=server_environment(),
+            env=server_environment() if environment is None else environment,
             start_new_session=True,
         )
         try:

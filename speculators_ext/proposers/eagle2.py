@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from speculators_ext.kernels.growth_ops import GrowthOps
     from speculators_ext.kernels.tree_build_ref import Candidates, Frontier, PaddedTree
-    from speculators_ext.method_configs import Eagle2Config
+    from speculators_ext.method_configs import TreeConfig
 
 __all__ = ["GrowthLimits", "Head", "Level", "grow_trees"]
 
@@ -86,7 +86,7 @@ def grow_trees(
     features: Tensor,  # [R, H]
     root_tokens: Tensor,  # [R]
     limits: GrowthLimits,
-    options: Eagle2Config,
+    options: TreeConfig,
     *,
     num_rows: int,
     depth: int | None = None,

@@ -29,7 +29,10 @@ else:
     os.environ["TRITON_INTERPRET"] = "1"
 
 # SGLang imports every model it knows at each start, which takes as long as all the rest of it.
-MODELS = {"llama", "llama_eagle3", "mistral", "qwen2", "qwen3"}
+MODELS = {
+    *("llama", "llama_eagle", "llama_eagle3", "mistral", "qwen2", "qwen3"),
+    *("mimo", "mimo_mtp", "deepseek_v2", "deepseek_nextn"),
+}
 
 
 def other_models() -> str:
@@ -154,6 +157,24 @@ class Engines:
         if key not in self._answers:
             self._answers[key] = self.get(model).generate(prompts, params, **options)
         return self._answers[key]
+
+    def eagle_head(self, name: str) -> Path:
+        """An EAGLE head as SGLang loads it: by its architecture, and with a bias in ``fc``."""
+        import torch
+        from safetensors.torch import load_file, save_file
+
+        from speculators_ext.assets import build
+
+        folder = self._folder / name
+        if not folder.exists():
+            folder.mkdir()
+            config = json.loads((build(name) / "config.json").read_text())
+            config["architectures"] = ["LlamaForCausalLMEagle"]
+            (folder / "config.json").write_text(json.dumps(config))
+            tensors = load_file(build(name) / "model.safetensors")
+            tensors["fc.bias"] = torch.zeros(config["hidden_size"])
+            save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        return folder
 
     def _stop(self, plain: bool) -> None:
         if plain in self._running:

@@ -9,9 +9,9 @@ import torch
 
 from speculators_ext.engines.sglang.attention import PackedRowsBackend
 from speculators_ext.engines.sglang.chains import BonusInput, chain_verify_input
-from speculators_ext.engines.sglang.clasp.round_clock import RoundClock
 from speculators_ext.engines.sglang.cpu import verify_attention
 from speculators_ext.engines.sglang.request_rows import KnownRequests
+from speculators_ext.engines.sglang.round_clock import RoundClock
 
 
 def test_chains_of_different_lengths_share_a_width():
@@ -185,7 +185,7 @@ def test_a_wait_for_other_requests_is_not_the_targets_step(monkeypatch):
     """Catches a prefill, or another batch, booked as the cost of verification."""
     now = [0.0]
     monkeypatch.setattr(
-        "speculators_ext.engines.sglang.clasp.round_clock.time.perf_counter", lambda: now[0]
+        "speculators_ext.engines.sglang.round_clock.time.perf_counter", lambda: now[0]
     )
     clock = RoundClock(4, 16, adaptive=True)
     seen = []

@@ -8,6 +8,11 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
 from speculators_ext.engines.sglang.clasp.requested import prepare_clasp
+from speculators_ext.engines.sglang.eagle2.requested import prepare_eagle2, reads_several_layers
+from speculators_ext.engines.sglang.mtp_reuse.requested import (
+    mtp_reuse_settings,
+    prepare_mtp_reuse,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -29,6 +34,34 @@ class ClaspAlgorithm(ExtAlgorithm):
     def handle_server_args(self, server_args: Any) -> None:
         """Check the arguments and fill in what the user left open."""
         prepare_clasp(server_args)
+
+
+class HeadAlgorithm(ExtAlgorithm):
+    """Drafts of a head, which SGLang loads and allots a cache as for its EAGLE."""
+
+    def is_eagle(self) -> bool:
+        """Whether a head with a cache of its own reads the target's hidden states: it does."""
+        return True
+
+
+class Eagle2Algorithm(HeadAlgorithm):
+    """Trees drafted by an EAGLE head."""
+
+    def is_eagle3(self) -> bool:
+        """Whether it reads those of several layers."""
+        return reads_several_layers()
+
+    def handle_server_args(self, server_args: Any) -> None:
+        """Check the arguments and fill in what the user left open."""
+        prepare_eagle2(server_args)
+
+
+class MtpReuseAlgorithm(HeadAlgorithm):
+    """Chains or trees drafted by the target's own MTP module."""
+
+    def handle_server_args(self, server_args: Any) -> None:
+        """Check the arguments and fill in what the user left open."""
+        prepare_mtp_reuse(server_args)
 
 
 def _carries_draft_hidden_states(self: ExtAlgorithm) -> bool:
@@ -70,10 +103,23 @@ def is_ours(algorithm: Any) -> bool:
 
 
 def register_algorithms() -> None:
-    """Make ``--speculative-algorithm CLASP`` known."""
+    """Make ``--speculative-algorithm CLASP``, ``EAGLE2`` and ``MTP_REUSE`` known."""
 
     @SpeculativeAlgorithm.register("CLASP", supports_overlap=True, spec_class=ClaspAlgorithm)
     def _clasp(server_args: Any) -> type:
         from speculators_ext.engines.sglang.clasp.worker import ClaspWorker
 
         return ClaspWorker
+
+    @SpeculativeAlgorithm.register("EAGLE2", supports_overlap=True, spec_class=Eagle2Algorithm)
+    def _eagle2(server_args: Any) -> type:
+        from speculators_ext.engines.sglang.eagle2.worker import Eagle2Worker
+
+        return Eagle2Worker
+
+    @SpeculativeAlgorithm.register("MTP_REUSE", supports_overlap=True, spec_class=MtpReuseAlgorithm)
+    def _mtp_reuse(server_args: Any) -> type:
+        from speculators_ext.engines.sglang.mtp_reuse import worker
+
+        trees = mtp_reuse_settings(server_args).topk > 1
+        return worker.TreeReuseWorker if trees else worker.ChainReuseWorker

@@ -39,6 +39,20 @@ _EXPECTED = (
     Expectation(f"{_SRT}.speculative.eagle_info", "EagleDraftInput.filter_batch",
                 ("self", "new_indices", "new_indices_cpu")),
     Expectation(f"{_SRT}.speculative.eagle_info", "EagleVerifyInput"),
+    Expectation(f"{_SRT}.speculative.eagle_worker_v2", "EagleDraftWorker.__init__",
+                ("self", "server_args", "gpu_id", "nccl_port", "target_worker")),
+    Expectation(f"{_SRT}.speculative.eagle_worker_v2", "EagleDraftWorker.init_attention_backend",
+                ("self",)),
+    Expectation(f"{_SRT}.speculative.eagle_worker_v2", "EagleDraftWorker.init_token_map",
+                ("self",)),
+    Expectation(f"{_SRT}.layers.logits_processor", "LogitsProcessor._compute_lm_head",
+                ("self", "hidden_states", "lm_head")),
+    Expectation(f"{_SRT}.mem_cache.memory_pool", "KVWriteLoc"),
+    Expectation(f"{_SRT}.speculative.draft_utils", "DraftBackendFactory.create_decode_backend",
+                ("self",)),
+    Expectation(f"{_SRT}.speculative.draft_utils",
+                "DraftBackendFactory.create_draft_extend_backend", ("self",)),
+    Expectation(f"{_SRT}.runtime_context", "attention_backends"),
     Expectation(f"{_SRT}.server_args", "ServerArgs.add_cli_args", ("parser",)),
     Expectation(f"{_SRT}.layers.attention.torch_native_backend",
                 "TorchNativeAttnBackend.forward_extend",
@@ -92,7 +106,7 @@ def _on_cpu() -> bool:
 
 def _install_on_cpu() -> None:
     from speculators_ext.engines.sglang import sampling
-    from speculators_ext.engines.sglang.cpu import verify_attention
+    from speculators_ext.engines.sglang.cpu import draft_attention, verify_attention
 
     _hook("sglang.srt.speculative.eagle_utils.eagle_sample", sampling.eagle_sample)
     _hook(
@@ -103,6 +117,9 @@ def _install_on_cpu() -> None:
         "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend.forward_extend",
         verify_attention.forward_extend,
     )
+    factory = "sglang.srt.speculative.draft_utils.DraftBackendFactory"
+    _hook(f"{factory}.create_decode_backend", draft_attention.create_decode_backend)
+    _hook(f"{factory}.create_draft_extend_backend", draft_attention.create_draft_extend_backend)
 
 
 def _hook(target: str, function: Callable[..., object], kind: str = "AROUND") -> None:

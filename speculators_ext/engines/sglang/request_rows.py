@@ -63,7 +63,11 @@ class KnownRequests:
         produced = length + 1 - len(req.origin_input_ids)
         # Each round gives one token for free, so drafts past the last one would be thrown away.
         room = min(params.max_new_tokens - produced - 1, last - length)
-        return max(0, min(self._options_of(req).limit(most), room))
+        return max(0, min(self.wanted(req, most), room))
+
+    def wanted(self, req: Any, most: int) -> int:
+        """How many of ``most`` drafts a round the request itself asks for."""
+        return self._options_of(req).limit(most)
 
     def _options_of(self, req: Any) -> RequestOptions:
         if req.rid not in self._options:

@@ -5,12 +5,18 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from speculators_ext.config import ConfigError, TargetInfo, validate_num_speculative_tokens
 from speculators_ext.engines.devices import find_gpu
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from speculators_ext.method_configs import TreeConfig
+
 __all__ = [
+    "DEFAULT_NUM_NODES",
     "ENVIRONMENT",
     "FLAG",
     "add_flag",
@@ -18,9 +24,13 @@ __all__ = [
     "draft_count",
     "raw_settings",
     "refuse_flags",
+    "same_as_flags",
+    "target_config",
     "target_info",
+    "tree_nodes",
 ]
 
+DEFAULT_NUM_NODES = 12
 FLAG = "--speculative-method-config"
 # The same as the flag, and how the flag reaches SGLang's processes: its own arguments are a closed
 # list of fields.
@@ -61,15 +71,47 @@ def raw_settings() -> dict[str, Any] | None:
     return raw
 
 
-def target_info(server_args: Any) -> TargetInfo:
-    """What settings are checked against, from the checkpoint's config."""
+# SGLang's own flags for settings of ours.
+_SAME = {"depth": "speculative_num_steps", "topk": "speculative_eagle_topk"}
+
+
+def same_as_flags(
+    given: dict[str, Any] | None, server_args: Any, keys: Sequence[str] = ("depth", "topk")
+) -> dict[str, Any]:
+    """The user's settings of a tree, with what SGLang's own flags say of ``keys``.
+
+    Raises:
+        ConfigError: they say different things; one line.
+    """
+    raw = dict(given or {})
+    for key in keys:
+        argument = _SAME[key]
+        value = getattr(server_args, argument)
+        if value is None:
+            continue
+        if raw.get(key, value) != value:
+            raise ConfigError(
+                f"--{argument.replace('_', '-')}={value} and {key}={raw[key]} of {FLAG} differ; "
+                "give one of them"
+            )
+        raw[key] = value
+    return raw
+
+
+def target_config(server_args: Any) -> Any:
+    """The checkpoint's Hugging Face config."""
     from sglang.srt.utils.hf_transformers.config import get_config
 
-    config = get_config(
+    return get_config(
         server_args.model_path,
         trust_remote_code=server_args.trust_remote_code,
         revision=server_args.revision,
     )
+
+
+def target_info(server_args: Any) -> TargetInfo:
+    """What settings are checked against, from the checkpoint's config."""
+    config = target_config(server_args)
     return TargetInfo(
         name=server_args.model_path,
         architectures=tuple(config.architectures or ()),
@@ -85,6 +127,20 @@ def draft_count(value: object, flag: str, most: int | None) -> int:
     except ConfigError as error:
         text = str(error).replace("speculative config: num_speculative_tokens", "")
         raise ConfigError(f"{flag}{text}") from None
+
+
+def tree_nodes(options: TreeConfig, server_args: Any) -> int:
+    """The most nodes of a draft tree; `ConfigError` in one line where they cannot grow."""
+    asked = server_args.speculative_num_draft_tokens
+    nodes = min(DEFAULT_NUM_NODES, options.num_candidates) if asked is None else asked - 1
+    draft_count(nodes, "--speculative-num-draft-tokens", server_args.context_length)
+    if nodes > options.num_candidates:
+        raise ConfigError(
+            f"--speculative-num-draft-tokens={asked} is more than the root and the "
+            f"{options.num_candidates} nodes that depth={options.depth} and topk={options.topk} "
+            "can grow; lower it, or raise --speculative-num-steps or --speculative-eagle-topk"
+        )
+    return nodes
 
 
 def check_engine(name: str, server_args: Any) -> None:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import time
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from speculators_ext.engines.round_times import RoundTimes
 from speculators_ext.engines.vllm.log import logger
 from speculators_ext.proposers.adaptive import DepthController, RowOutcome
-from speculators_ext.proposers.estimates import RunningMedian
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     import torch
     from vllm.v1.worker.gpu.input_batch import InputBatch
 
@@ -21,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["StepClock"]
 
 
-class StepClock:
+class StepClock(RoundTimes):
     """Measures target steps, draft steps and searches; answers how deep to draft next.
 
     A round is ``begin`` (at the start of propose), drafting inside ``drafting`` / ``searching``,
@@ -37,6 +34,7 @@ class StepClock:
     def __init__(
         self, max_depth: int, refresh_interval: int, *, adaptive: bool, fixed_launches: bool
     ) -> None:
+        super().__init__()
         self._max_depth = max_depth
         self._controller = (
             DepthController(max_depth, refresh_interval, fixed_launches=fixed_launches)
@@ -46,13 +44,6 @@ class StepClock:
         self._ended: float | None = None
         self._batch: set[str] = set()
         self._caps: dict[str, int] = {}
-        self._steady_extend = RunningMedian(9)
-        self._clear()
-
-    def _clear(self) -> None:
-        self._verify_seconds: float | None = None
-        self._draft_seconds = self._search_seconds = self._once_seconds = 0.0
-        self._draft_steps = 0
 
     def depth(self, num_rows: int) -> int:
         """How many tokens to draft at most in this round, for ``num_rows`` rows that could."""
@@ -70,46 +61,6 @@ class StepClock:
         if steady and self._ended is not None:
             self._verify_seconds = time.perf_counter() - self._ended
         self._batch = batch
-
-    @contextmanager
-    def drafting(self, step: int) -> Iterator[None]:
-        """Around draft forward ``step`` (0..K-1) of a group of rows."""
-        started = time.perf_counter()
-        yield
-        self._draft_seconds += time.perf_counter() - started
-        self._draft_steps = max(self._draft_steps, step + 1)
-
-    @contextmanager
-    def extending(self, new_rows: int, all_rows: int) -> Iterator[None]:
-        """Around a head's forward over what the target kept.
-
-        Rows beyond this step's own are a prompt, or what was written while nothing was drafted:
-        they are run once, and what they take is no price of the rounds to come.
-
-        Args:
-            new_rows: rows this step's decoding requests kept, of those that draft now.
-            all_rows: rows run.
-        """
-        started = time.perf_counter()
-        yield
-        seconds = time.perf_counter() - started
-        usual = self._steady_extend.value()
-        if new_rows == all_rows:
-            self._steady_extend.observe(seconds)
-            usual = seconds
-        elif new_rows == 0:
-            usual = 0.0
-        elif usual is None:
-            usual = seconds * new_rows / all_rows
-        self._draft_seconds += min(seconds, usual)
-        self._once_seconds += max(0.0, seconds - usual)
-
-    @contextmanager
-    def searching(self) -> Iterator[None]:
-        """Around one search for a skip set."""
-        started = time.perf_counter()
-        yield
-        self._search_seconds += time.perf_counter() - started
 
     def end(self, input_batch: InputBatch, num_sampled: torch.Tensor, caps: list[int]) -> None:
         """A round is over.

@@ -16,11 +16,11 @@ from sglang.srt.speculative.eagle_worker_common import run_eagle_verify
 from speculators_ext.engines.sglang.chains import BonusInput, chain_verify_input
 from speculators_ext.engines.sglang.clasp.drafting import draft_logits, search_set
 from speculators_ext.engines.sglang.clasp.requested import clasp_settings
-from speculators_ext.engines.sglang.clasp.round_clock import RoundClock
 from speculators_ext.engines.sglang.clasp.target_layers import TargetLayers
 from speculators_ext.engines.sglang.decode_steps import decode_step
-from speculators_ext.engines.sglang.log import logger
+from speculators_ext.engines.sglang.log import log_method
 from speculators_ext.engines.sglang.request_rows import KnownRequests
+from speculators_ext.engines.sglang.round_clock import RoundClock
 from speculators_ext.proposers.drafting import clamp_ids, exit_mask
 from speculators_ext.proposers.skip_search import SkipSets
 from speculators_ext.proposers.skip_sets import plan_skips
@@ -61,13 +61,7 @@ class ClaspWorker(BaseSpecWorker):
         self._clock = RoundClock(
             self._most, self._config.refresh_interval, adaptive=self._config.adaptive
         )
-        logger.warning(
-            "Speculative algorithm CLASP (speculators-ext) is on, up to %d drafts a round, %s. "
-            "It is experimental on SGLang: compare its text with plain decoding before you rely "
-            "on it.",
-            self._most,
-            ", ".join(f"{k}={v}" for k, v in self._config.model_dump(exclude_none=True).items()),
-        )
+        log_method("CLASP", self._most, self._config)
 
     def forward_batch_generation(
         self,

@@ -18,7 +18,7 @@ from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import (
     TargetDependentARSpeculator,
 )
 
-from speculators_ext.engines.vllm.heads.backlog import HeadRows
+from speculators_ext.proposers.head_rounds import HeadRows
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBatch

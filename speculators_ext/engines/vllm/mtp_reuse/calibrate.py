@@ -14,10 +14,10 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.forward_context import set_forward_context
 from vllm.v1.worker.gpu.attn_utils import build_attn_metadata, build_slot_mappings_by_layer
 
-from speculators_ext.engines.vllm.heads.backlog import HeadRows
 from speculators_ext.engines.vllm.log import logger
 from speculators_ext.engines.vllm.mtp_reuse.chains import ChainSteps
 from speculators_ext.engines.vllm.ranks import decided_on_rank_0
+from speculators_ext.proposers.head_rounds import HeadRows
 from speculators_ext.proposers.mtp_norms import CHOICES, HiddenNorms
 from speculators_ext.proposers.mtp_reuse import StopRule, draft_chains
 

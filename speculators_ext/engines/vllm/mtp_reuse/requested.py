@@ -3,46 +3,23 @@
 from __future__ import annotations
 
 import copy
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from speculators_ext.config import ConfigError
+from speculators_ext.engines.checkpoints import check_module_weights, count_modules
+from speculators_ext.engines.checkpoints import find_module_obstacle as find_target_obstacle
 from speculators_ext.engines.vllm.trees.requested import check_trees, find_tree_obstacle
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
     from vllm.config.model import ModelConfig
     from vllm.engine.arg_utils import EngineArgs
 
     from speculators_ext.config import MtpReuseConfig
 
-__all__ = ["check_request", "count_modules", "find_target_obstacle"]
+__all__ = ["check_request", "find_target_obstacle"]
 
-_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
-_MARKS = (".mtp", "mtp.", "mtp_", "nextn", "eh_proj", "enorm")
 _CHOOSE = "choose a target with such a module, or another method"
-
-
-def count_modules(config: Any) -> int:
-    """How many MTP modules a target's Hugging Face config names."""
-    for part in (config, getattr(config, "text_config", None)):
-        for key in _COUNTS:
-            count = part.get(key) if isinstance(part, dict) else getattr(part, key, None)
-            if count:
-                return int(count)
-    return 0
-
-
-def find_target_obstacle(architectures: Sequence[str], hf_config: Any) -> str | None:
-    """Why the target cannot draft with an MTP module, as a clause; None when it can."""
-    if count_modules(hf_config):
-        return None
-    return (
-        f"the target has no MTP module: its config.json sets none of {', '.join(_COUNTS)} "
-        f"({', '.join(architectures)})"
-    )
 
 
 def check_request(
@@ -82,32 +59,13 @@ def _check_weights(target: ModelConfig, modules: int) -> None:
             "speculative method 'mtp_reuse': this vLLM builds no MTP module for "
             f"{', '.join(target.architectures)}; {_CHOOSE}"
         )
-    layers = target.get_total_num_hidden_layers()
-    marks = (*_MARKS, *(f".layers.{layers + index}." for index in range(modules)))
-    names = _tensor_names(Path(target.model))
-    if names is not None and not any(mark in name for name in names for mark in marks):
-        raise ConfigError(
-            f"speculative method 'mtp_reuse': config.json names {modules} MTP module(s) but the "
-            f"checkpoint has no tensor of any (such as model.layers.{layers}.eh_proj.weight): it "
-            f"was saved without; {_CHOOSE}"
-        )
-
-
-def _tensor_names(folder: Path) -> Iterable[str] | None:
-    """Names of a checkpoint's tensors where its safetensors are here, else None."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        return json.loads(index.read_text(encoding="utf-8")).get("weight_map", {})
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        return None
-    from safetensors import safe_open
-
-    names: list[str] = []
-    for path in files:
-        with safe_open(path, framework="numpy") as file:
-            names += file.keys()
-    return names
+    check_module_weights(
+        Path(target.model),
+        modules,
+        target.get_total_num_hidden_layers(),
+        "speculative method 'mtp_reuse'",
+        _CHOOSE,
+    )
 
 
 def _check_vocabulary(options: MtpReuseConfig, args: EngineArgs, target: ModelConfig) -> None:

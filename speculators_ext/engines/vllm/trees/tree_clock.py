@@ -2,46 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from speculators_ext.engines.vllm.step_clock import StepClock
-from speculators_ext.proposers.adaptive_trees import (
-    TreeController,
-    TreeCut,
-    TreeOutcome,
-    floor_of,
-)
+from speculators_ext.proposers.adaptive_trees import TreeController, TreeCut, TreeOutcome
+from speculators_ext.proposers.head_rounds import NOTHING, Plan, outcome_of, plan_round
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
     from vllm.v1.worker.gpu.input_batch import InputBatch
 
     from speculators_ext.proposers.adaptive import DepthController, Transition
     from speculators_ext.tree import DraftTree
 
-__all__ = ["Plan", "TreeClock"]
-
-_NOTHING = TreeOutcome(
-    TreeCut(0, 0), 0, *(np.empty(0, dtype=kind) for kind in (int, float, bool, bool))
-)
-
-
-class Plan(NamedTuple):
-    """What a round may draft.
-
-    Attributes:
-        levels: of the trees; 0: none.
-        level_floor: probability that must reach a level for it to pay.
-        node_floor: probability of a path for verifying its last node to pay.
-        chains: only the best child of each node.
-    """
-
-    levels: int
-    level_floor: float
-    node_floor: float
-    chains: bool = False
+__all__ = ["TreeClock"]
 
 
 class TreeClock(StepClock):
@@ -69,20 +44,8 @@ class TreeClock(StepClock):
         """What ``num_rows`` decoding rows may draft in this round."""
         if self._sizes is None:
             return Plan(self._max_depth, 0.0, 0.0)
-        self._next_cut = self._sizes.cut(num_rows) if num_rows else TreeCut(0, 0)
-        levels, last, chains = self._next_cut
-        known = self._sizes.estimates(num_rows)
-        if not levels or known.draft_step is None:
-            return Plan(levels, 0.0, floor_of(last) if levels else 0.0, chains)
-        # Of what reaches a level so much is accepted in it, for each token of which
-        # the round could take that much longer.
-        accepted = known.acceptance[min(1, len(known.acceptance) - 1)]
-        level_floor = known.draft_step * max(1.0, known.gain) / max(accepted, 0.1)
-        return Plan(levels, min(level_floor, 1.0), floor_of(last), chains)
-
-    def ran(self, levels: int) -> None:
-        """How many levels the drafting that is being timed has run."""
-        self._draft_steps = max(self._draft_steps, levels)
+        self._next_cut, plan = plan_round(self._sizes, num_rows)
+        return plan
 
     def drafted(self, trees: dict[str, DraftTree]) -> None:
         """Each request's new tree, by id; call it when the round has ended."""
@@ -115,20 +78,13 @@ class TreeClock(StepClock):
         req_id = input_batch.req_ids[row]
         cap, scheduled = self._caps.get(req_id, 0), input_batch.num_draft_tokens_per_req
         if not cap:
-            return _NOTHING
+            return NOTHING
         cut = self._cut._replace(levels=min(cap, self._cut.levels))
         run = min(cut.levels, self._levels_run)
         tree = self._trees.get(req_id)
         if tree is None:
-            return _NOTHING._replace(cut=cut, run=run)
+            return NOTHING._replace(cut=cut, run=run)
         if scheduled is None or paths is None or not scheduled[row]:
-            return _NOTHING
+            return NOTHING
         tree = tree.cut(int(scheduled[row]) + 1)
-        accepted = np.zeros(len(tree), dtype=bool)
-        accepted[paths[row, :sampled]] = True
-        scores = np.zeros(len(tree)) if tree.scores is None else tree.scores
-        best, last = np.zeros(len(tree), dtype=bool), 0
-        for node, parent in enumerate(tree.parents.tolist()):  # a node's best child is its first
-            if parent == last and node:
-                best[node], last = True, node
-        return TreeOutcome(cut, run, tree.depths()[1:], np.exp(scores[1:]), accepted[1:], best[1:])
+        return outcome_of(tree, paths[row, :sampled].tolist(), cut, run)

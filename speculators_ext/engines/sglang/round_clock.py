@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import time
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from speculators_ext.engines.round_times import RoundTimes
 from speculators_ext.engines.sglang.log import logger
 from speculators_ext.proposers.adaptive import DepthController, RowOutcome
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
+
+    from speculators_ext.proposers.adaptive import Transition
 
 __all__ = ["RoundClock"]
 
 
-class RoundClock:
+class RoundClock(RoundTimes):
     """Measures target steps, draft steps and searches; answers how deep to draft next.
 
     A round is ``begin``, drafting inside ``drafting`` / ``searching``, ``end_drafting``,
@@ -29,17 +31,12 @@ class RoundClock:
     """
 
     def __init__(self, max_depth: int, refresh_interval: int, *, adaptive: bool) -> None:
+        super().__init__()
         self._max_depth = max_depth
         self._controller = DepthController(max_depth, refresh_interval) if adaptive else None
         self._drafting_ended: float | None = None
         self._names: list[str] = []
         self._outcomes: list[RowOutcome] = []
-        self._clear()
-
-    def _clear(self) -> None:
-        self._verify_seconds: float | None = None
-        self._draft_seconds = self._search_seconds = 0.0
-        self._draft_steps = 0
 
     def interrupt(self) -> None:
         """Something else ran in between, such as a prefill: the next round's wait says nothing."""
@@ -57,36 +54,29 @@ class RoundClock:
             return self._max_depth
         return self._controller.depth(num_rows) if num_rows else 0
 
-    @contextmanager
-    def drafting(self, step: int) -> Iterator[None]:
-        """Around draft forward ``step`` (0..K-1) of a group of rows."""
-        started = time.perf_counter()
-        yield
-        self._draft_seconds += time.perf_counter() - started
-        self._draft_steps = max(self._draft_steps, step + 1)
-
-    @contextmanager
-    def searching(self) -> Iterator[None]:
-        """Around one search for a skip set."""
-        started = time.perf_counter()
-        yield
-        self._search_seconds += time.perf_counter() - started
-
     def end_drafting(self) -> None:
         """Book the round before this one, and this one's drafting."""
-        if self._controller is not None and self._outcomes:
-            transition = self._controller.observe(
-                self._outcomes,
-                verify_seconds=self._verify_seconds,
-                draft_steps=self._draft_steps,
-                draft_seconds=self._draft_seconds,
-                search_seconds=self._search_seconds,
-            )
+        if self._controller is not None:
+            transition, num_rows = self._observe(self._controller)
             if transition is not None:
-                known = self._controller.estimates(len(self._outcomes))
-                logger.info("%s", known.describe(transition, len(self._outcomes)))
+                known = self._controller.estimates(num_rows)
+                logger.info("%s", known.describe(transition, num_rows))
         self._clear()
         self._drafting_ended = time.perf_counter()
+
+    def _observe(self, controller: DepthController) -> tuple[Transition | None, int]:
+        """Tell the controller what the rounds were like; and how many rows the last one had."""
+        if not self._outcomes:
+            return None, 0
+        transition = controller.observe(
+            self._outcomes,
+            verify_seconds=self._verify_seconds,
+            draft_steps=self._draft_steps,
+            draft_seconds=self._draft_seconds,
+            search_seconds=self._search_seconds,
+            once_seconds=self._once_seconds,
+        )
+        return transition, len(self._outcomes)
 
     def verified(
         self, caps: Sequence[int], drafted: Sequence[int], accepted: Sequence[int]

@@ -1,0 +1,104 @@
+"""SGLang's server for a benchmark: its command line, from the speculative config of a variant."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+from speculators_ext.cli.common import FAILED, CliError
+from speculators_ext.cli.server import HOST
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["sglang_command", "sglang_environment", "speculative_flags"]
+
+# Methods of SGLang's own, by the name vLLM has for them.
+_BUILT_IN = {"eagle": "EAGLE", "eagle3": "EAGLE3", "mtp": "NEXTN"}
+_TREE_KEYS = {"depth": "--speculative-num-steps", "topk": "--speculative-eagle-topk"}
+_CONFIG_KEYS = ("method", "model", "num_speculative_tokens", "method_config", *_TREE_KEYS)
+
+
+def sglang_command(
+    model: str,
+    port: int,
+    *,
+    dtype: str,
+    speculative: dict[str, Any] | None,
+    extra: Sequence[str] = (),
+) -> list[str]:
+    """The server's command line; `extra` comes last, so it wins over ours.
+
+    The prefix cache is off: the same prompts are sent once for every concurrency, and a second
+    pass served from it would not measure what the first did.
+    """
+    from speculators_ext.engines.devices import find_gpu
+
+    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", model]
+    command += ["--host", HOST, "--port", str(port), "--dtype", dtype, "--disable-radix-cache"]
+    if find_gpu() is None:
+        command += ["--device", "cpu", "--attention-backend", "torch_native"]
+        command += ["--max-total-tokens", "32768"]
+    if speculative is not None:
+        command += speculative_flags(speculative)
+    return [*command, *extra]
+
+
+def speculative_flags(config: dict[str, Any]) -> list[str]:
+    """SGLang's flags for a speculative config as vLLM takes it.
+
+    `num_speculative_tokens` is the length of a chain or the nodes of a tree. `eagle` and `eagle3`,
+    SGLang's own, draft trees with the keys `depth` and `topk` beside it.
+
+    Raises:
+        CliError: a method or a key that SGLang has nothing for.
+    """
+    method, drafts = config["method"], config["num_speculative_tokens"]
+    unknown = sorted(set(config) - set(_CONFIG_KEYS))
+    if unknown or not (method in _BUILT_IN or _is_ours(method)):
+        what = f"key {unknown[0]!r}" if unknown else f"method {method!r}"
+        raise CliError(f"--engine sglang: {what} of a speculative config is not known there")
+    flags = ["--speculative-algorithm", _BUILT_IN.get(method, method.upper())]
+    if config.get("model"):
+        flags += ["--speculative-draft-model-path", config["model"]]
+    settings = config.get("method_config") or {}
+    trees = method == "eagle2" or settings.get("topk", 1) > 1 or config.get("topk", 1) > 1
+    if trees:
+        flags += ["--speculative-num-draft-tokens", str(drafts + 1)]
+    else:
+        flags += ["--speculative-num-steps", str(drafts)]
+    if method in _BUILT_IN and not trees:
+        flags += ["--speculative-eagle-topk", "1"]
+        flags += ["--speculative-num-draft-tokens", str(drafts + 1)]
+    for key, flag in _TREE_KEYS.items():
+        if key in config:
+            flags += [flag, str(config[key])]
+    if settings:
+        flags += ["--speculative-method-config", json.dumps(settings)]
+    return flags
+
+
+def _is_ours(method: str) -> bool:
+    from speculators_ext.cli.plan import known_methods
+
+    return method in known_methods()
+
+
+def sglang_environment() -> dict[str, str]:
+    """This process's environment, with what makes SGLang run where no GPU is.
+
+    Raises:
+        CliError: SGLang is not installed here.
+    """
+    from speculators_ext.engines.devices import find_gpu
+    from speculators_ext.engines.sglang.cpu.environment import variables
+    from speculators_ext.errors import ConfigError
+
+    if find_gpu() is not None:
+        return dict(os.environ)
+    try:
+        return dict(os.environ) | variables(os.environ)
+    except ConfigError as error:
+        raise CliError(str(error), code=FAILED) from error

@@ -1,0 +1,76 @@
+"""The server a person starts: the documented command, a request over HTTP, the text of plain."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from speculators_ext.assets import build
+
+pytestmark = pytest.mark.engine
+
+PROMPT = [9, 30, 31, 40, 41]
+PARAMS = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}
+
+
+@pytest.fixture
+def server(tmp_path, monkeypatch):
+    """The URL of `python -m sglang.launch_server` with CLASP, in the environment we print."""
+    monkeypatch.delenv("TRITON_INTERPRET")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = [
+        *(sys.executable, "-m", "sglang.launch_server", "--port", str(port)),
+        *("--model-path", str(build("tiny-llama")), "--dtype", "float32", "--device", "cpu"),
+        *("--attention-backend", "torch_native", "--max-total-tokens", "2048"),
+        *("--speculative-algorithm", "CLASP", "--speculative-num-steps", "4"),
+        *("--speculative-method-config", '{"num_skip_layers": 2, "adaptive": false}'),
+    ]
+    command = Path(sys.executable).with_name("speculators-ext")
+    switch_on = f'eval "$({command} sglang-cpu-env)" && exec "$@"'
+    env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "SGLANG_USE_CPU_ENGINE")}
+    log = tmp_path / "server.log"
+    process = subprocess.Popen(
+        ["sh", "-c", switch_on, "sh", *words],
+        env=env, stdout=log.open("w"), stderr=subprocess.STDOUT, start_new_session=True,
+    )  # fmt: skip
+    try:
+        yield wait_for(f"http://127.0.0.1:{port}", process, log)
+    finally:
+        os.killpg(process.pid, signal.SIGTERM)
+        process.wait(timeout=60)
+
+
+def wait_for(url: str, process: subprocess.Popen, log) -> str:
+    while process.poll() is None:
+        try:
+            urllib.request.urlopen(f"{url}/health", timeout=5)
+        except (urllib.error.URLError, OSError):
+            time.sleep(1)
+        else:
+            return url
+    raise AssertionError("\n".join(log.read_text().splitlines()[-30:]))
+
+
+def test_the_documented_command_serves_plain_text(engines, server):
+    """Catches a flag or an environment that works in tests and nowhere else."""
+    [plain] = engines.plain([PROMPT], PARAMS)
+    body = json.dumps({"input_ids": PROMPT, "sampling_params": PARAMS}).encode()
+    request = urllib.request.Request(
+        f"{server}/generate", body, {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=300) as response:
+        answer = json.load(response)
+    assert answer["output_ids"] == plain["output_ids"]
+    assert answer["meta_info"]["spec_verify_ct"] < 23
