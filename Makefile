@@ -34,7 +34,7 @@ PACKAGE := $(shell find speculators_ext kernels model_configs -not -path '*__pyc
 BENCHMARKS := $(patsubst benchmarks/%.py,out/%.json,$(wildcard benchmarks/*.py))
 TESTS := $(shell find tests benchmarks -not -path '*__pycache__*' -not -name '.*' 2>/dev/null)
 
-.PHONY: help venv venv-sglang demo test test-fast test-engine test-sglang test-full check bench bench-serve style clean
+.PHONY: help venv venv-sglang demo demo-sglang test test-fast test-engine test-sglang test-full check bench bench-serve bench-serve-sglang style clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -89,6 +89,11 @@ $(STAMPS)/demo: $(INSTALLED) $(PACKAGE)
 	@COLUMNS=$$(tput cols 2>/dev/null || echo 100) $(BIN)/speculators-ext demo > out/demo/table.txt || { \
 	  cat out/demo/table.txt; exit 1; }
 	@touch $@
+
+demo-sglang: $(SGLANG_INSTALLED) ## the same table on SGLang, on a machine without a GPU
+	@mkdir -p out/demo-sglang
+	@COLUMNS=$$(tput cols 2>/dev/null || echo 100) $(SGLANG_BIN)/speculators-ext demo \
+	  --engine sglang --out out/demo-sglang
 
 test: $(STAMPS)/test ## every test but the long proofs (at most 25 minutes on 2 cores)
 
@@ -152,6 +157,19 @@ out/bench.json: $(INSTALLED) $(PACKAGE)
 	  --variant 'eagle2, adaptive off={$(TREES),"method_config":{"depth":2,"topk":6,"adaptive":false}}' \
 	  --concurrency 1,4,16 --num-prompts 16 --max-tokens 64 --dtype bfloat16 \
 	  --json $@ --chart out/bench.png
+
+# The same prompts on SGLang, and its own chain and tree with the same head.
+bench-serve-sglang: out/bench-sglang.json ## the same on SGLang; `bench table` prints both as one
+
+out/bench-sglang.json: $(SGLANG_INSTALLED) $(PACKAGE)
+	@mkdir -p out
+	$(SGLANG_BIN)/speculators-ext bench serve --engine sglang --model smollm2-135m-instruct \
+	  --methods plain,clasp \
+	  --variant 'eagle3, 2={"method":"eagle3","model":"$(HEAD)","num_speculative_tokens":2}' \
+	  --variant 'eagle3, tree={"method":"eagle3","model":"$(HEAD)","num_speculative_tokens":8,"depth":2,"topk":6}' \
+	  --variant 'eagle2={$(TREES),"method_config":{"depth":2,"topk":6}}' \
+	  --variant 'eagle2, adaptive off={$(TREES),"method_config":{"depth":2,"topk":6,"adaptive":false}}' \
+	  --concurrency 1,4,16 --num-prompts 16 --max-tokens 64 --dtype bfloat16 --json $@
 
 style: $(INSTALLED) ## format, and mend what ruff can mend
 	$(BIN)/ruff check --fix --quiet . || true

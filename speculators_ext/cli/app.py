@@ -9,6 +9,7 @@ import typer
 from speculators_ext import __version__
 from speculators_ext.cli.assets import assets
 from speculators_ext.cli.bench import serve
+from speculators_ext.cli.bench_table import table
 from speculators_ext.cli.demo import demo
 from speculators_ext.cli.doctor import doctor
 from speculators_ext.cli.sglang_env import sglang_cpu_env
@@ -32,6 +33,7 @@ app.command()(doctor)
 app.command()(demo)
 app.command()(sglang_cpu_env)
 bench.command()(serve)
+bench.command()(table)
 app.add_typer(bench, name="bench")
 
 

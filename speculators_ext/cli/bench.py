@@ -112,8 +112,7 @@ def serve(
     from speculators_ext.cli import report
     from speculators_ext.cli.runner import eager_by_default, run_plan
 
-    if engine not in plans.ENGINES:
-        raise CliError(f"--engine {engine!r}: accepted is {', '.join(plans.ENGINES)}")
+    plans.check_engine(engine)
     for module in ("httpx", "prometheus_client", *(["matplotlib"] if chart else [])):
         need(module, "bench")
     report.check_writable(chart, None if json_out == "-" else json_out)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 MODEL = "smollm2-135m-instruct"
 HEAD = f"{MODEL}-eagle3"
-MTP_MODEL = "deepseek-v3-tiny-mtp"
+MTP_MODELS = {"vllm": "deepseek-v3-tiny-mtp", "sglang": "mimo-tiny-mtp"}
 SPEC_TOKENS = 6
 TREE_NODES = 8
 CHAIN_LENGTH = 2  # as deep as the trees
@@ -25,6 +25,7 @@ MTP_ROOM = 8
 # Sized for two CPU cores: under a minute and a half a variant, half of it the server's start.
 NUM_PROMPTS, MAX_TOKENS, CONCURRENCY = 8, 64, (1, 4)
 QUICK_NUM_PROMPTS, QUICK_MAX_TOKENS, QUICK_CONCURRENCY = 4, 32, (1,)
+MODEL_LEN = {"vllm": ("--max-model-len", "2048"), "sglang": ("--context-length", "2048")}
 # The MLA backend for CPUs with AMX is for bf16 only.
 MLA_IN_FLOAT32 = ("--attention-config.backend", "CPU_MLA", "--block-size", "16")
 
@@ -37,21 +38,28 @@ def demo(
     quick: Annotated[
         bool, typer.Option("--quick", help="Fewer and shorter answers, one request at a time.")
     ] = False,
+    engine: Annotated[str, typer.Option(help="The engine to start: vllm or sglang.")] = "vllm",
 ) -> None:
     """Build two small models, serve them plainly and with every method, and compare.
 
-    SmolLM2-135M-Instruct for `clasp` and `eagle2`, a tiny DeepSeek-V3 that writes Python for
-    `mtp_reuse`. In float32, where a lossless method must give plain's very texts (bf16 rounds
-    differently in wider batches). Every method is shown twice: as it comes, when it drafts only
-    where that pays on this machine, and with `adaptive` off, when its acceptance can be seen.
+    SmolLM2-135M-Instruct for `clasp` and `eagle2`, a tiny DeepSeek-V3 (on SGLang a tiny MiMo) that
+    writes Python for `mtp_reuse`. In float32, where a lossless method must give plain's very texts
+    (bf16 rounds differently in wider batches). Every method is shown twice: as it comes, when it
+    drafts only where that pays on this machine, and with `adaptive` off, when its acceptance can
+    be seen.
     """
     from speculators_ext.cli import report
+    from speculators_ext.cli.plan import check_engine
     from speculators_ext.cli.runner import run_plan
 
     for module in ("httpx", "matplotlib", "prometheus_client"):
         need(module, "demo")
     console = log_console()
-    for plan in (demo_plan(out, quick=quick), mtp_plan(out / "mtp", quick=quick)):
+    check_engine(engine)
+    for plan in (
+        demo_plan(out, quick=quick, engine=engine),
+        mtp_plan(out / "mtp", quick=quick, engine=engine),
+    ):
         measurements = run_plan(plan, console)
         folder = plan.logs.parent
         report.publish(
@@ -64,25 +72,26 @@ def demo(
         report.print_samples(plan, measurements, count=1)
 
 
-def demo_plan(out: Path, *, quick: bool) -> Plan:
+def demo_plan(out: Path, *, quick: bool, engine: str = "vllm") -> Plan:
     """The race on SmolLM2; builds its assets where they are missing and creates `out`."""
     from speculators_ext.cli.assets import build_assets
     from speculators_ext.cli.prompts import default_prompts
 
     folders = build_assets([MODEL, HEAD])
     variants = demo_variants(str(folders[HEAD]))
-    return _plan(MODEL, folders[MODEL], variants, default_prompts(), out, quick=quick)
+    return _plan(MODEL, folders[MODEL], variants, default_prompts(), out, quick, engine)
 
 
-def mtp_plan(out: Path, *, quick: bool) -> Plan:
+def mtp_plan(out: Path, *, quick: bool, engine: str = "vllm") -> Plan:
     """The race on a target with an MTP module, which continues source text; as `demo_plan`."""
     from speculators_ext.cli.assets import build_assets
     from speculators_ext.cli.prompts import load_prompts
 
-    folder = build_assets([MTP_MODEL])[MTP_MODEL]
+    model = MTP_MODELS[engine]
+    folder = build_assets([model])[model]
     prompts = load_prompts(folder / "prompts.jsonl")
-    plan = _plan(MTP_MODEL, folder, mtp_variants(), prompts, out, quick=quick)
-    return replace(plan, extra=(*plan.extra, *MLA_IN_FLOAT32))
+    plan = _plan(model, folder, mtp_variants(), prompts, out, quick, engine)
+    return replace(plan, extra=(*plan.extra, *MLA_IN_FLOAT32)) if engine == "vllm" else plan
 
 
 def demo_variants(head: str) -> list[Variant]:
@@ -120,8 +129,8 @@ def _plan(
     variants: list[Variant],
     prompts: list[Prompt],
     out: Path,
-    *,
     quick: bool,
+    engine: str,
 ) -> Plan:
     from speculators_ext.cli import plan as plans
     from speculators_ext.cli.runner import eager_by_default
@@ -137,5 +146,6 @@ def _plan(
         dtype="float32",
         eager=eager_by_default(),
         logs=out / "logs",
-        extra=("--max-model-len", "2048"),
+        extra=MODEL_LEN[engine],
+        engine=engine,
     )

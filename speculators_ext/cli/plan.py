@@ -57,6 +57,12 @@ class Plan:
     start_timeout_s: float = 600.0
 
 
+def check_engine(name: str) -> None:
+    """Refuse an engine that is not known."""
+    if name not in ENGINES:
+        raise CliError(f"--engine {name!r}: accepted is {', '.join(ENGINES)}")
+
+
 def split_names(text: str, option: str) -> list[str]:
     """Split a comma-separated option, refusing an empty list and doubles."""
     names = [part.strip() for part in text.split(",") if part.strip()]

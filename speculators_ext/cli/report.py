@@ -128,7 +128,7 @@ def table(rows: Sequence[Row], title: str) -> Table:
             "-" if row.speedup is None else f"{row.speedup:.2f}x",
             "-" if row.mean_acceptance_length is None else f"{row.mean_acceptance_length:.2f}",
             " ".join(f"{share:.2f}" for share in row.acceptance_per_position or ()) or "-",
-            "-" if row.method == PLAIN else row.identical_to_plain or "-",
+            "-" if row.is_plain else row.identical_to_plain or "-",
         )
     return shown
 
@@ -165,7 +165,7 @@ def _title(plan: Plan) -> str:
 
 
 def _caption(rows: Sequence[Row]) -> str:
-    silent = sorted({r.method for r in rows if r.method != PLAIN and not r.num_drafts})
+    silent = sorted({r.method for r in rows if not r.is_plain and not r.num_drafts})
     text = (
         "tok/s: all answers over the wall time, prefill included. tokens a step: accepted drafts "
         "and the target's own token, where it drafted. same text: answers equal to plain's."

@@ -36,8 +36,8 @@ class Row:
     """One line of the result; the keys of the JSON are these names.
 
     Attributes:
-        engine: `vllm`.
-        method: the variant's name.
+        engine: `vllm` or `sglang`.
+        method: the variant's name; in a table of several engines, the engine's before it.
         concurrency: requests in flight.
         output_tok_s: answer tokens of all requests over the wall time, prefill included.
         speedup: against `plain` at the same concurrency; None without such a row.
@@ -62,6 +62,11 @@ class Row:
     num_draft_tokens: int
     output_tokens: int
     seconds: float
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing drafts."""
+        return self.method.rpartition(": ")[2] == PLAIN
 
     def as_json(self) -> dict[str, Any]:
         """The row as plain values."""

@@ -44,7 +44,7 @@ def test_every_command_has_help(command):
     ("arguments", "says"),
     [
         (["bench", "serve", "--model", "./none"], "'./none' is not a folder"),
-        (["bench", "serve", "--model", "m", "--engine", "sglang"], "--engine 'sglang'"),
+        (["bench", "serve", "--model", "m", "--engine", "tensorrt"], "--engine 'tensorrt'"),
         (["bench", "serve", "--model", "m", "--methods", "claps"], "did you mean 'clasp'"),
         (["bench", "serve", "--model", "m", "--methods", ","], "--methods"),
         (["bench", "serve", "--model", "m", "--concurrency", "0"], "--concurrency"),

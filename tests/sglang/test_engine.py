@@ -164,6 +164,21 @@ def test_slots_return_after_aborts(engines, server):
     assert_same_text(ours(engines, server).generate(some_prompts(8), GREEDY), plain, margins)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("method", MAIN)
+def test_slots_return_after_200_requests(engines, method):
+    """Catches a slot lost now and then: requests are aborted and retracted all along."""
+    server = f"{method}-retraction"
+    prompts = some_prompts(40, seed=11)
+    plain, margins = plain_and_margins(engines, prompts, GREEDY, target(server))
+    engine = ours(engines, server)
+    before = engine.do("used_tokens")
+    for after in (0.3, 0.6, 0.9):
+        engine.do("abort", prompts=some_prompts(40, seed=12), params=GREEDY, after=after)
+        assert_same_text(engine.generate(prompts, GREEDY), plain, margins)
+    assert engine.do("used_tokens") == before
+
+
 def reserved(server: str) -> int:
     """Tokens SGLang keeps free for the drafts of a head: it refuses a request that needs them."""
     return {"clasp": 0, "eagle2": 9, "mtp_reuse": K + 1}[server]

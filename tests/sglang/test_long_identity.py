@@ -5,37 +5,60 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+from speculators_ext.assets import build
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 pytestmark = [pytest.mark.engine, pytest.mark.full, pytest.mark.timeout(7200)]
 
 MAX_TOKENS = 32
 TIE = 1e-4  # a wider batch rounds differently: where plain's two best logits tie, either is right
-MODEL = "smollm2-135m-instruct"
+SMOLLM2, MIMO = "smollm2-135m-instruct", "mimo-tiny-mtp"
 # Fewer prompts for a quick look; the number below is the proof.
 LIMIT = int(os.environ.get("SPECULATORS_EXT_PROOF_PROMPTS", "200"))
-METHODS = {
+METHODS: dict[str, dict[str, Any]] = {
     "CLASP": {
+        "model": SMOLLM2,
         "speculative_num_steps": 4,
         "method_config": {"num_skip_layers": 6, "adaptive": False, "refresh_interval": 8},
     },
+    "EAGLE2": {
+        "model": SMOLLM2,
+        "speculative_draft_model_path": f"{SMOLLM2}-eagle3",
+        "speculative_num_steps": 3,
+        "speculative_eagle_topk": 4,
+        "speculative_num_draft_tokens": 9,
+        "method_config": {"adaptive": False},
+    },
+    "MTP_REUSE": {
+        "model": MIMO,
+        "speculative_num_steps": 4,
+        "method_config": {"adaptive": False},
+    },
 }
+SHARED = {"context_length": 1024, "max_total_tokens": 8192}
 REPORTS = Path("out")
 PARAMS = {"temperature": 0, "max_new_tokens": MAX_TOKENS}
 
 
-@pytest.fixture(scope="module")
-def prompts() -> list[str]:
-    """Chat prompts: the mixed set and HumanEval."""
+def some_texts(model: str) -> list[str]:
+    """Prompts as the model wants them: the mixed set and HumanEval, or its own."""
     from transformers import AutoTokenizer
 
-    from speculators_ext.assets import build
-    from speculators_ext.cli.prompts import default_prompts
+    from speculators_ext.cli.prompts import default_prompts, load_prompts
 
-    tokenizer = AutoTokenizer.from_pretrained(build(MODEL))
-    texts = [prompt.text for prompt in default_prompts()][:LIMIT]
+    own = build(model) / "prompts.jsonl"
+    found = load_prompts(own) if own.exists() else default_prompts()
+    texts = [prompt.text for prompt in found][:LIMIT]
     assert len(texts) == LIMIT
+    if own.exists():
+        return texts
+    tokenizer = AutoTokenizer.from_pretrained(build(model))
     return [
         tokenizer.apply_chat_template(
             [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
@@ -44,14 +67,33 @@ def prompts() -> list[str]:
     ]
 
 
+@pytest.fixture(scope="module")
+def plain(engines) -> Callable[[str], tuple[list[str], list[dict]]]:
+    """A model's prompts and stock SGLang's answers, asked once."""
+    known: dict[str, tuple[list[str], list[dict]]] = {}
+
+    def of(model: str) -> tuple[list[str], list[dict]]:
+        if model not in known:
+            prompts = some_texts(model)
+            answers = engines.get(model, **SHARED).generate(
+                prompts, PARAMS, return_logprob=True, top_logprobs_num=2, logprob_start_len=-1
+            )
+            known[model] = prompts, answers
+        return known[model]
+
+    return of
+
+
 @pytest.mark.parametrize("method", METHODS)
-def test_same_text_as_plain_at_concurrency_1_and_4(engines, method, prompts):
+def test_same_text_as_plain_at_concurrency_1_and_4(engines, plain, method):
     """Catches any wrong token: a stale KV slot, a wrong position, an unverified draft."""
-    shared = {"context_length": 1024, "max_total_tokens": 8192}
-    plain = engines.get(MODEL, **shared).generate(
-        prompts, PARAMS, return_logprob=True, top_logprobs_num=2, logprob_start_len=-1
-    )
-    engine = engines.get(MODEL, speculative_algorithm=method, **METHODS[method], **shared)
+    options = METHODS[method] | SHARED
+    prompts, wanted = plain(options["model"])
+    if "speculative_draft_model_path" in options:
+        options["speculative_draft_model_path"] = str(
+            build(options["speculative_draft_model_path"])
+        )
+    engine = engines.get(speculative_algorithm=method, **options)
     report: dict = {"method": method, "prompts": len(prompts), "concurrency": {}, "saved": 0}
     out = REPORTS / f"identity_sglang_{method.lower()}.json"
     out.parent.mkdir(exist_ok=True)
@@ -59,7 +101,7 @@ def test_same_text_as_plain_at_concurrency_1_and_4(engines, method, prompts):
         answers = []
         for start in range(0, len(prompts), concurrency):
             answers += engine.generate(prompts[start : start + concurrency], PARAMS)
-        report["concurrency"][concurrency] = compare(plain, answers)
+        report["concurrency"][concurrency] = compare(wanted, answers)
         report["saved"] += sum(
             a["meta_info"]["completion_tokens"] - 1 - a["meta_info"]["spec_verify_ct"]
             for a in answers
