@@ -69,7 +69,7 @@ def _show(found: dict[str, Any], out: Console) -> None:
     methods = [
         (
             method["name"],
-            _mark(method["works"]),
+            Text(", ".join(method["engines"]), "green") if method["works"] else _mark(False),
             _mark(method["lossless"]),
             method["needs"],
             "; ".join(method["obstacles"]),

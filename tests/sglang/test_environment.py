@@ -8,6 +8,7 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
+from speculators_ext.assets import build
 from speculators_ext.cli import app
 from speculators_ext.engines.sglang.cpu import environment
 
@@ -64,8 +65,14 @@ def test_doctor_knows_what_sglang_can_do(monkeypatch):
     from speculators_ext.cli.checkup import examine
     from speculators_ext.engines import devices
 
-    found = examine(None, 6)["engines"][-1]
+    report = examine(str(build("mimo-tiny-mtp")), 6)
+    found = report["engines"][-1]
     assert found["ok"], found
     assert "experimental" in found["detail"]
+    engines = {method["name"]: method["engines"] for method in report["methods"]}
+    assert engines["mtp_reuse"] == engines["eagle2"] == ["sglang"]
+    assert engines["clasp"] == []  # no target whose layers can be left out
     monkeypatch.setattr(devices, "find_gpu", lambda: "an AMD GPU")
-    assert not examine(None, 6)["engines"][-1]["ok"]
+    report = examine(None, 6)
+    assert not report["engines"][-1]["ok"]
+    assert not report["works"]

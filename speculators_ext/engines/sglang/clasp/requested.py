@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, cast
 
 from speculators_ext.config import ConfigError, parse_method_config
+from speculators_ext.engines.sglang.methods import find_layer_obstacle
 from speculators_ext.engines.sglang.requested import (
     FLAG,
     check_engine,
@@ -38,8 +39,6 @@ def prepare_clasp(server_args: Any) -> None:
     Raises:
         ConfigError: one line naming the flag, what is accepted and the remedy.
     """
-    from speculators_ext.engines.sglang.clasp.target_layers import find_obstacle
-
     check_engine("CLASP", server_args)
     refuse_flags(
         "CLASP", server_args, ("speculative_draft_model_path", "the target drafts for itself")
@@ -51,7 +50,7 @@ def prepare_clasp(server_args: Any) -> None:
             "accepted: 1; leave it out"
         )
     steps = _num_steps(server_args)
-    obstacle = find_obstacle(target_info(server_args).architectures)
+    obstacle = find_layer_obstacle(target_info(server_args).architectures)
     if obstacle is not None:
         raise ConfigError(
             f"--speculative-algorithm CLASP: layers of this target cannot be skipped: {obstacle}; "

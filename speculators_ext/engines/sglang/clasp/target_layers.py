@@ -10,27 +10,11 @@ from sglang.srt.layers.layer_boundary.residual import batch as residual_batch
 from torch import nn
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
     import torch
 
-__all__ = ["LAYERED_TARGETS", "TargetLayers", "find_obstacle"]
-
-# Their decoders run `layers[start_layer:end_layer]` in a loop, each layer called
-# `layer(positions, hidden_states, forward_batch)` with the residual in the batch.
-LAYERED_TARGETS = (
-    "LlamaForCausalLM",
-    "MistralForCausalLM",
-    "Qwen2ForCausalLM",
-    "Qwen3ForCausalLM",
-)
-
-
-def find_obstacle(architectures: Sequence[str]) -> str | None:
-    """Why the layers of this target cannot be skipped, as half a sentence; None when they can."""
-    if any(name in LAYERED_TARGETS for name in architectures):
-        return None
-    return f"{', '.join(architectures) or 'it'} is not among {', '.join(LAYERED_TARGETS)}"
+__all__ = ["TargetLayers"]
 
 
 class TargetLayers:
