@@ -33,11 +33,15 @@ def examine(target: str | None, num_speculative_tokens: int) -> dict[str, Any]:
 
         shape = read_target(target)
     runner, hooks = _model_runner(versions), _hooks()
-    here = _engine_obstacles(versions, runner, hooks)
+    engines = _engines(versions)
+    here = {
+        "vllm": _engine_obstacles(versions, runner, hooks),
+        "sglang": [] if engines[-1]["ok"] else [engines[-1]["detail"]],
+    }
     methods = [_method(method, here, shape, num_speculative_tokens) for method in METHODS.values()]
     return {
         "versions": versions,
-        "engines": _engines(versions),
+        "engines": engines,
         "model_runner_v2": runner,
         "hooks": hooks,
         "methods": methods,
@@ -72,7 +76,8 @@ def _sglang(version: str | None) -> dict[str, Any]:
         problem = f"SGLang {version}: our algorithms run on CPUs in this version, and {gpu} is here"
     return {
         "ok": problem is None,
-        "detail": problem or f"sglang {version}: CLASP, on CPUs only; experimental",
+        "detail": problem
+        or f"sglang {version}: CLASP, EAGLE2 and MTP_REUSE, on CPUs only; experimental",
     }
 
 
@@ -116,35 +121,55 @@ def _engine_obstacles(
 
 
 def _method(
-    method: Method, here: list[str], shape: TargetShape | None, num_speculative_tokens: int
+    method: Method,
+    here: dict[str, list[str]],
+    shape: TargetShape | None,
+    num_speculative_tokens: int,
 ) -> dict[str, Any]:
+    """A method's row; ``here`` says for each engine why nothing at all would work."""
     from speculators_ext.cli.cost import method_costs
     from speculators_ext.config import ConfigError, parse_method_config
 
-    obstacles, memory = list(here), []
+    problems, memory = [], []
     if shape is not None:
         try:
-            config = parse_method_config(method.name, None, target=shape.info())
+            consent = None if method.lossless else {"lossy": True}
+            config = parse_method_config(method.name, consent, target=shape.info())
         except ConfigError as error:
-            obstacles.append(str(error))
+            problems.append(str(error))
         else:
             costs = method_costs(method.name, config, shape, num_speculative_tokens)
             memory = [cost.as_json() for cost in costs]
-        obstacles += _target_obstacles(method, shape)
+    obstacles = {
+        engine: [*found, *problems, *_target_obstacles(engine, method, shape, usable=not found)]
+        for engine, found in here.items()
+    }
+    usable = [engine for engine, found in obstacles.items() if not found]
+    shown = "sglang" if not here["sglang"] else "vllm"
     return {
         "name": method.name,
-        "works": not obstacles,
+        "works": bool(usable),
+        "engines": usable,
         "lossless": method.lossless,
         "summary": method.summary,
         "needs": method.needs,
-        "obstacles": obstacles,
+        "obstacles": [] if usable else obstacles[shown],
         "memory": memory,
     }
 
 
-def _target_obstacles(method: Method, shape: TargetShape) -> list[str]:
-    from speculators_ext.engines.vllm.methods import find_target_obstacle
+def _target_obstacles(
+    engine: str, method: Method, shape: TargetShape | None, *, usable: bool
+) -> list[str]:
+    if engine == "sglang":
+        from speculators_ext.engines.sglang.methods import METHODS, find_target_obstacle
 
+        if shape is None:
+            return [] if method.name in METHODS else ["SGLang does not have this method"]
+    elif shape is None or not usable:
+        return []
+    else:
+        from speculators_ext.engines.vllm.methods import find_target_obstacle
     config = SimpleNamespace(**shape.config)
     obstacle = find_target_obstacle(method.name, shape.architectures, config)
     return [obstacle] if obstacle else []
