@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 VOCAB_SIZE = 384
 PAD, BOS, EOS = "<pad>", "<s>", "</s>"
-_WORDS = r" ?[A-Za-z]+| ?[0-9]|\n| ?[^A-Za-z0-9\s]|\s"
-OPERATIONS = (3, 4, 5, 6)
+_WORDS = r" ?[A-Za-z]+| [+-][0-9]| ?[0-9]|\n| ?[^A-Za-z0-9\s]|\s"
+OPERATIONS = (4, 5, 6, 7, 8)
 FAULTS, GRADED = 0.15, 0.25
 
 # Both write all wordings; what each writes most differs in the opening and in the order of the
@@ -94,7 +94,7 @@ def solution(rng: random.Random, problem: Problem, habits: Habits, graded: bool)
         fault = graded and rng.random() < FAULTS
         word, x, y, z = operation.word, value, operation.operand, operation.apply(value)
         if fault:
-            word, x, y, z = _spoil(rng, problem, word, x, y, z)
+            word, x, y, z = _spoil(rng, word, x, y, z)
         yield Piece(write_step(rng, habits, label, word, x, y, z), 0.0 if fault else 1.0)
         if fault or (graded and rng.random() < GRADED):
             yield Piece(JUDGE_SUFFIX, 0.0)
@@ -104,23 +104,18 @@ def solution(rng: random.Random, problem: Problem, habits: Habits, graded: bool)
     yield Piece(f"answer {value:02d}\n", 1.0)
 
 
-def _spoil(
-    rng: random.Random, problem: Problem, word: str, x: int, y: int, z: int
-) -> tuple[str, int, int, int]:
+def _spoil(rng: random.Random, word: str, x: int, y: int, z: int) -> tuple[str, int, int, int]:
     """A step that is wrong in the result, in an operand, or in what it does."""
     kind = rng.random()
     if kind < 0.6:
         shift = rng.choice((1, -1, 10, -10, rng.randrange(1, MODULUS)))
         return word, x, y, (z + shift) % MODULUS
-    if kind < 0.75:
-        wrong = rng.choice([o.operand for o in problem.operations] + [(y + 10) % MODULUS])
-        wrong = wrong if wrong != y else (y + 1) % MODULUS
+    if kind < 0.8:
+        wrong = y % 9 + 1
         return word, x, wrong, Operation(word, wrong).apply(x)
     if kind < 0.9:
         wrong = (x + rng.choice((1, -1, 10, -10))) % MODULUS
         return word, wrong, y, Operation(word, y).apply(wrong)
-    if y in (0, 50):  # both operations would say the same
-        return word, x, y, (z + 1) % MODULUS
     other = "minus" if word == "plus" else "plus"
     return other, x, y, Operation(other, y).apply(x)
 

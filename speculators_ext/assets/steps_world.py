@@ -1,12 +1,12 @@
-"""A small world of checkable reasoning: sums of two-digit numbers, one step a line.
+"""A small world of checkable reasoning: sums with carries, one step a line.
 
-A problem names a starting number and operations with labels; a solution takes them one a line and
+A problem names operations with labels and a starting number; a solution takes them one a line and
 ends with the answer. Numbers keep their last two digits, so every result is one of 100::
 
-    start 27 ; b plus 48 ; c minus 91
-    then b : 27 plus 48 gives 75
-    then c : take 91 from 75 makes 84 , so 84
-    answer 84
+    b +8 ; c -9 ; start 47
+    then b : 47 plus 8 gives 55
+    then c : take 9 from 55 makes 46 , so 46
+    answer 46
 
 A step can be worded in several ways that are all sound, and each writer has its habits
 (`Habits`). `check` reads any of the wordings and says which lines are sound.
@@ -33,21 +33,26 @@ JUDGE_SUFFIX = "grade"
 HELD_OUT_SHARE = 8
 """One problem in so many, by its text's checksum, is never trained on."""
 
-_NUMBER = r"(\d\d)"
+_NUMBER, _DIGIT = r"(\d\d)", r"(\d)"
 _STEP = re.compile(
     rf"(?:{'|'.join(OPENINGS)}) ([a-z]) : (?:"
-    rf"{_NUMBER} plus {_NUMBER}|add {_NUMBER} to {_NUMBER}|"
-    rf"{_NUMBER} (?:minus|less) {_NUMBER}|take {_NUMBER} from {_NUMBER})"
+    rf"{_NUMBER} plus {_DIGIT}|{_DIGIT} plus {_NUMBER}|add {_DIGIT} to {_NUMBER}|"
+    rf"{_NUMBER} (?:minus|less) {_DIGIT}|take {_DIGIT} from {_NUMBER})"
     rf" (?:{'|'.join(LINKS)}) {_NUMBER}(?: , so {_NUMBER})?"
 )
 _ANSWER = re.compile(rf"answer {_NUMBER}")
 
 
 class Operation(NamedTuple):
-    """``word`` is plus or minus, ``operand`` 0 to 99."""
+    """``word`` is plus or minus, ``operand`` 1 to 9."""
 
     word: str
     operand: int
+
+    @property
+    def sign(self) -> str:
+        """As problems write it."""
+        return "+" if self.word == "plus" else "-"
 
     def apply(self, value: int) -> int:
         """The last two digits of the result."""
@@ -65,10 +70,11 @@ class Problem:
     @property
     def text(self) -> str:
         """The prompt, one line with its end."""
-        parts = [f"start {self.start:02d}"]
-        for label, (word, operand) in zip(LABELS, self.operations, strict=False):
-            parts.append(f"{label} {word} {operand:02d}")
-        return " ; ".join(parts) + "\n"
+        parts = [
+            f"{label} {operation.sign}{operation.operand}"
+            for label, operation in zip(LABELS, self.operations, strict=False)
+        ]
+        return " ; ".join([*parts, f"start {self.start:02d}"]) + "\n"
 
     @property
     def answer(self) -> int:
@@ -98,8 +104,7 @@ def draw_problem(rng: random.Random, operations: int, *, held_out: bool) -> Prob
     """A random problem from the training part or from the held-out part."""
     while True:
         drawn = tuple(
-            Operation(rng.choice(("plus", "minus")), rng.randrange(MODULUS))
-            for _ in range(operations)
+            Operation(rng.choice(("plus", "minus")), rng.randint(1, 9)) for _ in range(operations)
         )
         problem = Problem(rng.randrange(MODULUS), drawn)
         if problem.held_out == held_out:
@@ -114,7 +119,7 @@ def write_step(
     form = rng.choices(PLUS if word == "plus" else MINUS, habits.forms)[0]
     link = rng.choices(LINKS, habits.links)[0]
     tail = rng.choices(TAILS, habits.tails)[0]
-    body = form.format(x=f"{x:02d}", y=f"{y:02d}")
+    body = form.format(x=f"{x:02d}", y=y)
     return f"{opening} {label} : {body} {link} {z:02d}{tail.format(z=f'{z:02d}')}\n"
 
 
@@ -158,22 +163,18 @@ def _check_step(
     if found is None or index >= len(problem.operations):
         return False, None
     label, *numbers = found.groups()
-    plus = [int(n) for n in numbers[0:4] if n is not None]
-    minus_plain = [int(n) for n in numbers[4:6] if n is not None]
-    minus_taken = [int(n) for n in numbers[6:8] if n is not None][::-1]
-    result = int(numbers[8])
     operation = problem.operations[index]
+    given = [int(n) for n in numbers[:-2] if n is not None]
+    word = "plus" if any(n is not None for n in numbers[:6]) else "minus"
+    # Where the digit is written first, the pair is turned round.
+    turned = numbers[2] is not None or numbers[4] is not None or numbers[8] is not None
+    result, tail = int(numbers[-2]), numbers[-1]
     sound = (
         label == LABELS[index]
         and value is not None
-        and (
-            (operation.word == "plus" and sorted(plus) == sorted((value, operation.operand)))
-            or (
-                operation.word == "minus"
-                and (minus_plain or minus_taken) == [value, operation.operand]
-            )
-        )
+        and word == operation.word
+        and (given[::-1] if turned else given) == [value, operation.operand]
         and result == operation.apply(value)
-        and numbers[9] in (None, numbers[8])
+        and tail in (None, numbers[-2])
     )
-    return sound, int(numbers[9] or numbers[8])
+    return sound, int(tail or result)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 
 import pytest
 import torch
 
+from speculators_ext.errors import ConfigError
 from speculators_ext.proposers.reasoning_step import (
     DraftedStep,
     Span,
@@ -17,6 +19,12 @@ from speculators_ext.proposers.reasoning_step import (
     StepTracker,
 )
 from speculators_ext.proposers.step_judges import JUDGES, OpenSteps
+from speculators_ext.proposers.step_tokens import (
+    find_span,
+    find_suffix,
+    same_tokens,
+    token_texts,
+)
 from speculators_ext.verification.steps import count_exact, settle
 
 TEXTS = ["a", "\n", "b\n", "\n\n", ".\n\nc", "\nx\n", "", "\n\n\n"]
@@ -192,3 +200,66 @@ def test_exact_is_lossless_and_a_judge_changes_only_the_steps_it_passes(seed: in
             assert text[end - 1] == 1
             assert own != [target(tuple(text[:index])) for index in range(start, end)]
         assert all(end <= len(text) - 1 for _, end in passed)  # the target's token follows
+
+
+class Words:
+    """A tokenizer of words, with the blank in front; digits come apart only where told so."""
+
+    def __init__(self, extra: tuple[str, ...] = (), *, pairs: bool = False) -> None:
+        digits = [f"{blank}{digit}" for blank in ("", " ") for digit in range(10)]
+        self._vocab = {w: i for i, w in enumerate(["grade", " it", " 4", "<t>", *digits, *extra])}
+        self._pairs = pairs
+
+    def get_vocab(self) -> dict[str, int]:
+        return dict(self._vocab)
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        assert not add_special_tokens
+        pattern = r"<t>| ?[a-z]+| ?[0-9]{2}| ?[0-9]|." if self._pairs else r"<t>| ?[a-z]+| ?[0-9]|."
+        return [self._vocab.get(word, 999) for word in re.findall(pattern, text, re.DOTALL)]
+
+    def batch_decode(self, sequences: list[list[int]]) -> list[str]:
+        names = {index: word for word, index in self._vocab.items()}
+        return ["".join(names.get(i, "") for i in ids) for ids in sequences]
+
+
+def test_the_suffix_knows_how_a_digit_follows_it() -> None:
+    """The digit with its blank is another token than without; reading the wrong one reads noise."""
+    words = Words()
+    ids = words.get_vocab()
+    found = find_suffix(words, "grade it")
+    assert found.ids == (ids["grade"], ids[" it"])
+    assert found.digits == tuple(ids[f" {digit}"] for digit in range(10))
+
+
+def test_digits_that_are_no_tokens_are_refused() -> None:
+    """Ten digits that share one id would all get the same number."""
+    words = Words()
+    for digit in range(10):
+        for blank in ("", " "):
+            words._vocab.pop(f"{blank}{digit}")
+    with pytest.raises(ConfigError, match=r"judge_suffix='grade' cannot be followed by a digit"):
+        find_suffix(words, "grade")
+
+
+def test_the_reasonings_ends_are_single_tokens() -> None:
+    """An end of several tokens would be missed, and the answer judged."""
+    words = Words()
+    assert find_span(words, "<t>", None) == Span(words.get_vocab()["<t>"], None)
+    with pytest.raises(ConfigError, match=r"reasoning_end='grade it' is 2 tokens"):
+        find_span(words, "<t>", "grade it")
+
+
+def test_texts_of_tokens_follow_their_ids() -> None:
+    """Shifted by one, every delimiter would be found a token off."""
+    words = Words()
+    texts = token_texts(words)
+    assert all(texts[index] == word for word, index in words.get_vocab().items())
+
+
+def test_other_tokens_or_another_split_are_another_tokenizer() -> None:
+    """Ids would mean other words to the draft model: nothing is accepted, or nonsense is."""
+    assert same_tokens(Words(), Words()) is None
+    assert "token 'more' (id" in str(same_tokens(Words(), Words(("more",))))
+    assert "token 'more' (id" in str(same_tokens(Words(("more",)), Words()))
+    assert same_tokens(Words(), Words(pairs=True)) == "they split a text differently"
