@@ -145,7 +145,7 @@ out/%.json: benchmarks/%.py $(INSTALLED) $(PACKAGE)
 	$(BIN)/python $< --json $@
 
 HEAD := smollm2-135m-instruct-eagle3
-TREES := "method":"eagle2","model":"$(HEAD)","num_speculative_tokens":8
+TREES := "method":"eagle2","model":"$(HEAD)","num_speculative_tokens":12
 
 bench-serve: out/bench.json ## serve a real model with each method and compare with plain
 
@@ -153,8 +153,9 @@ out/bench.json: $(INSTALLED) $(PACKAGE)
 	@mkdir -p out
 	$(BIN)/speculators-ext bench serve --model smollm2-135m-instruct --methods plain,clasp \
 	  --variant 'eagle3, 2={"method":"eagle3","model":"$(HEAD)","num_speculative_tokens":2}' \
-	  --variant 'eagle2={$(TREES),"method_config":{"depth":2,"topk":6}}' \
-	  --variant 'eagle2, adaptive off={$(TREES),"method_config":{"depth":2,"topk":6,"adaptive":false}}' \
+	  --variant 'eagle3, 3={"method":"eagle3","model":"$(HEAD)","num_speculative_tokens":3}' \
+	  --variant 'eagle2={$(TREES)}' \
+	  --variant 'eagle2, adaptive off={$(TREES),"method_config":{"adaptive":false}}' \
 	  --concurrency 1,4,16 --num-prompts 16 --max-tokens 64 --dtype bfloat16 \
 	  --json $@ --chart out/bench.png
 

@@ -23,8 +23,13 @@ TARGETS = sorted(set(re.findall(r"^make ([a-z-]+)", CODE, re.M)))
 COMMANDS = sorted(set(re.findall(r"^speculators-ext ([a-z]+(?: [a-z]+)?)", CODE, re.M)))
 
 
-def measured_rows() -> list[list[str]]:
-    section = README.split("## Measured")[1].split("\n## ")[0]
+MEASURED = {
+    "README.md": README.split("## Measured")[1].split("\n## ")[0],
+    "benchmarks/README.md": (ROOT / "benchmarks" / "README.md").read_text(),
+}
+
+
+def measured_rows(section: str) -> list[list[str]]:
     rows = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in row] for row in rows[2:]]
 
@@ -53,9 +58,10 @@ def test_command_exists(name: str) -> None:
     assert result.exit_code == 0, result.output
 
 
-def test_every_number_has_its_command() -> None:
-    """Catches a result in the table that nobody can run again."""
-    rows = measured_rows()
+@pytest.mark.parametrize("section", MEASURED.values(), ids=MEASURED)
+def test_every_number_has_its_command(section: str) -> None:
+    """Catches a result in a table that nobody can run again."""
+    rows = measured_rows(section)
     assert rows
     for what, result, command in rows:
         assert result, what
