@@ -38,11 +38,11 @@ _SHARED: dict[str, Any] = {
 CONFIGS: dict[str, dict[str, Any]] = {
     "steps-target-tiny": {
         **_SHARED,
-        "hidden_size": 160,
+        "hidden_size": 128,
         "intermediate_size": 384,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 5,
-        "num_key_value_heads": 5,
+        "num_hidden_layers": 10,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
         "head_dim": 32,
     },
     "steps-draft-tiny": {
