@@ -19,14 +19,22 @@ and its value is broadcast.
 from __future__ import annotations
 
 import math
-from collections import deque
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from speculators_ext.proposers.estimates import LineWindow, RunningMedian, SlopeWindow, Survival
+from speculators_ext.proposers.estimates import LineWindow, Survival
+from speculators_ext.proposers.regimes import (
+    BACKOFF_FIRST,
+    LOSS_WINDOW,
+    Estimates,
+    Regime,
+    bucket,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from speculators_ext.proposers.estimates import SlopeWindow
+    from speculators_ext.proposers.regimes import Transition
 
 # Share of the time that trying may lose.
 BUDGET = 0.01
@@ -37,20 +45,19 @@ PROBE_STEPS = 8
 PROBE_DEPTH = 2
 # A try ends early, after so many steps, where the gain is below that.
 HOPELESS_STEPS, HOPELESS_GAIN = 3, 0.9
-# Steps to wait after a failed try; doubles with each failure.
-BACKOFF_FIRST, BACKOFF_LAST = 64, 4096
+# The most steps to wait after a failed try; doubles with each failure up to that.
+BACKOFF_LAST = 4096
 # While drafting, the last few of so many steps go plain, to see whether that cost has changed.
 PLAIN_PERIOD, PLAIN_STEPS = 256, 3
-# Steps in a row that must look unprofitable before drafting stops.
-PATIENCE = 8
+# Drafting that looks like a loss is no loss where plain steps have become so much slower too.
+SLOWER = 1.05
+# Steps in a row that must look unprofitable before drafting stops, and how often that is looked at.
+PATIENCE, REVIEW = 8, 4
 # Drafting stops at once where the last steps lost so much each, in plain steps, whatever the
 # estimates say: acceptance fell faster than they follow.
-LOSS_WINDOW, LOSS_LIMIT = 24, 0.3
+LOSS_LIMIT = 0.3
 # A time counts at most so many times its estimate in the account of what was lost.
 CLIP = 3.0
-# What is paid once a request is spread over the last hundred drafted steps or so, and over no
-# fewer than these: one start would else look like a price of every step.
-ONCE_DECAY, ONCE_STEPS = 0.99, 64.0
 
 
 class RowOutcome(NamedTuple):
@@ -67,85 +74,6 @@ class RowOutcome(NamedTuple):
     accepted: int
 
 
-Transition = Literal["stopped", "resumed"]
-_Mode = Literal["measure", "probe", "on", "off"]
-
-
-class Estimates(NamedTuple):
-    """What is known at one batch size; costs in plain steps, None where not measured.
-
-    Attributes:
-        depth: the depth that pays most.
-        gain: its speed relative to plain.
-        plain_seconds: one plain step.
-        verify_per_token: one more verified token a row.
-        draft_step: one draft step.
-        search: one run of the skip search.
-        acceptance: chance of each draft, given all before it were accepted.
-    """
-
-    depth: int
-    gain: float
-    plain_seconds: float | None
-    verify_per_token: float | None
-    draft_step: float | None
-    search: float | None
-    acceptance: tuple[float, ...]
-
-    def describe(self, transition: Transition, num_rows: int) -> str:
-        """One log line: drafting of ``num_rows`` requests has stopped or resumed, and why."""
-        costs = (
-            f"draft step {self.draft_step or 0.0:.2f}, verified token "
-            f"{self.verify_per_token or 0.0:.2f}, search {self.search or 0.0:.2f} of a plain step "
-            f"of {1000 * (self.plain_seconds or 0.0):.1f} ms"
-        )
-        acceptance = " ".join(f"{chance:.2f}" for chance in self.acceptance[:4])
-        later = "; plain decoding meanwhile, tried again later" if transition == "stopped" else ""
-        return (
-            f"Drafting {transition} at {num_rows} running request(s): best depth {self.depth} "
-            f"would give {self.gain:.2f}x plain speed ({costs}; acceptance {acceptance}){later}"
-        )
-
-
-@dataclass
-class Regime:
-    """Costs and state of one bucket of batch sizes; a controller's own."""
-
-    plain: RunningMedian = field(default_factory=lambda: RunningMedian(9))
-    verify: SlopeWindow | LineWindow = field(default_factory=lambda: SlopeWindow(48))
-    chain: LineWindow = field(default_factory=lambda: LineWindow(48))  # `verify` without branches
-    draft: SlopeWindow = field(default_factory=lambda: SlopeWindow(48))
-    search: SlopeWindow = field(default_factory=lambda: SlopeWindow(8))
-    mode: _Mode = "measure"
-    depth: int = 0
-    left: int = 0  # steps until the mode is reconsidered
-    backoff: int = BACKOFF_FIRST
-    recent: deque[float] = field(default_factory=lambda: deque(maxlen=LOSS_WINDOW))
-    lost: float = 0.0  # plain steps lost by drafting since it last stopped; < 0 is a profit
-    once: float = 0.0  # plain steps paid once a request, in the steps below; both decay
-    once_steps: float = 0.0
-    drafting_steps: int = 0
-    unprofitable: int = 0
-    said_stopped: bool = False
-
-    def pay_once(self, cost: float) -> None:
-        """Book a drafted step's share of what is paid once a request, in plain steps."""
-        self.once = ONCE_DECAY * self.once + cost
-        self.once_steps = ONCE_DECAY * self.once_steps + 1
-
-    def once_share(self) -> float:
-        """What of it falls on a drafted step."""
-        return self.once / max(self.once_steps, ONCE_STEPS)
-
-
-def bucket(num_rows: int) -> int:
-    """Return the batch size that stands for `num_rows`: 1 2 3 4 6 8 12 16 24 32 ..."""
-    if num_rows <= 4:
-        return num_rows
-    power = 1 << (num_rows - 1).bit_length()
-    return power * 3 // 4 if num_rows <= power * 3 // 4 else power
-
-
 class DepthController:
     """Chooses the draft depth of the next step.
 
@@ -155,6 +83,8 @@ class DepthController:
         margin: gain over plain needed to switch on (0.02 is 2 %).
         fixed_launches: every row is drafted and verified to the full depth, as where a host cannot
             wait for the device; else a row that stops early saves its steps and its width.
+        lines: draft steps, and verified tokens, cost something once a round beside what each does:
+            where rows stop as it pays, what one more costs must not contain that.
     """
 
     def __init__(
@@ -164,8 +94,10 @@ class DepthController:
         *,
         margin: float = 0.02,
         fixed_launches: bool = False,
+        lines: bool = False,
     ) -> None:
         self._max_depth = max_depth
+        self._lines = lines
         self._refresh_interval = refresh_interval
         self._margin = margin
         self._fixed_launches = fixed_launches
@@ -176,7 +108,7 @@ class DepthController:
     def depth(self, num_rows: int) -> int:
         """Return how deep to draft for `num_rows` decoding rows: 0 .. max_depth. A pure read."""
         regime = self._regimes.get(bucket(num_rows))
-        if regime is None or regime.mode in ("measure", "off"):
+        if regime is None or regime.mode in ("measure", "off", "check"):
             return 0
         if regime.mode == "on" and regime.drafting_steps % PLAIN_PERIOD >= (
             PLAIN_PERIOD - PLAIN_STEPS
@@ -224,6 +156,17 @@ class DepthController:
             regime.lost += once_seconds / plain
         return self._advance(regime, len(rows), any(row.cap for row in rows))
 
+    def prices(self, num_rows: int) -> tuple[float, float, float] | None:
+        """Cost of a draft step and of a verified token a row, and the gain as last looked at.
+
+        The costs in plain steps; None where they are not measured.
+        """
+        regime = self._regimes.get(bucket(num_rows))
+        if regime is None:
+            return None
+        draft, verify = regime.draft.value(), regime.verify.value()
+        return None if draft is None or verify is None else (draft, verify, regime.gain)
+
     def estimates(self, num_rows: int) -> Estimates:
         """Return what is known for `num_rows` rows, for a log line or a report."""
         regime = self._regimes.get(bucket(num_rows)) or self._new_regime()
@@ -245,7 +188,7 @@ class DepthController:
         return self._regimes[key]
 
     def _new_regime(self) -> Regime:
-        return Regime()
+        return Regime(verify=LineWindow(48), draft=LineWindow(48)) if self._lines else Regime()
 
     def _verify_of(self, regime: Regime) -> SlopeWindow | LineWindow:
         """What drafts like those of the step observed cost to verify."""
@@ -294,7 +237,7 @@ class DepthController:
             tokens = 1 + sum(row.accepted for row in rows) / len(rows)
             extra += min(spent, CLIP * expected) - tokens
         if draft_steps:
-            extra += min(draft_seconds / plain, CLIP * draft_steps * (regime.draft.value() or 0.0))
+            extra += min(draft_seconds / plain, CLIP * regime.draft.at(draft_steps))
         if search_seconds > 0:
             extra += min(search_seconds / plain, CLIP * (regime.search.value() or 0.0))
         regime.lost += extra
@@ -302,8 +245,7 @@ class DepthController:
 
     def _best(self, regime: Regime, num_rows: int, limit: int) -> tuple[int, float]:
         """Return the depth in 1 .. limit with the greatest gain, and that gain."""
-        verify, draft = regime.verify.value(), regime.draft.value()
-        if verify is None or draft is None:
+        if regime.verify.value() is None or regime.draft.value() is None:
             return min(limit, PROBE_DEPTH), 1.0
         tokens, width, steps = 1.0, 0.0, 0.0
         search = (regime.search.value() or 0.0) / self._refresh_interval + regime.once_share()
@@ -315,7 +257,7 @@ class DepthController:
             tokens += accepted
             width += 1.0 if self._fixed_launches else drafted
             steps += 1.0 if self._fixed_launches else 1 - (1 - drafted) ** num_rows
-            gain = tokens / (1 + verify * width + draft * steps + search)
+            gain = tokens / (1 + regime.verify.at(width) + regime.draft.at(steps) + search)
             if gain > best[1]:
                 best = (depth, gain)
         return best
@@ -331,6 +273,9 @@ class DepthController:
             if regime.left <= 0:
                 self._try_again(regime, num_rows)
             return None
+        if regime.mode == "check":
+            regime.left -= 1
+            return self._check(regime, num_rows)
         if regime.mode == "probe":
             regime.left -= drafted
             _, gain = self._best(regime, num_rows, self._max_depth)
@@ -339,10 +284,32 @@ class DepthController:
                 return None
             return self._start(regime, num_rows) if gain > 1 + self._margin else self._stop(regime)
         regime.drafting_steps += 1
-        regime.depth, gain = self._best(regime, num_rows, self._max_depth)
-        regime.unprofitable = regime.unprofitable + 1 if gain < 1 else 0
+        if regime.drafting_steps % REVIEW == 0:
+            regime.depth, regime.gain = self._best(regime, num_rows, self._max_depth)
+            regime.unprofitable = regime.unprofitable + REVIEW if regime.gain < 1 else 0
         losing = len(regime.recent) == LOSS_WINDOW and sum(regime.recent) > LOSS_WINDOW * LOSS_LIMIT
-        return self._stop(regime) if losing or regime.unprofitable >= PATIENCE else None
+        if losing or regime.unprofitable >= PATIENCE:
+            regime.mode, regime.left = "check", PLAIN_SAMPLES + 1
+        return None
+
+    def _check(self, regime: Regime, num_rows: int) -> Transition | None:
+        """Drafting looks like a loss: is it, or has all become slower than when plain was measured?
+
+        The first step still verifies drafts. Costs are in plain steps, so they change with it.
+        """
+        if regime.left == PLAIN_SAMPLES:
+            regime.before = regime.plain.value() or 0.0
+            regime.plain.clear()
+        if regime.left > 0:
+            return None
+        now = regime.plain.value()
+        if now and regime.before:
+            regime.in_other_steps(regime.before / now)
+        _, gain = self._best(regime, num_rows, self._max_depth)
+        if gain <= 1 or (now or 0.0) < SLOWER * regime.before:
+            return self._stop(regime)
+        regime.lost = 0.0
+        return self._start(regime, num_rows)
 
     def _leave_measuring(self, regime: Regime, num_rows: int) -> None:
         """Try drafting, unless it does not pay at the nearest batch size that was tried."""
@@ -356,7 +323,7 @@ class DepthController:
 
     def _probe(self, regime: Regime, num_rows: int) -> None:
         regime.mode, regime.left = "probe", PROBE_STEPS
-        regime.depth, _ = self._best(regime, num_rows, min(PROBE_DEPTH, self._max_depth))
+        regime.depth, regime.gain = self._best(regime, num_rows, min(PROBE_DEPTH, self._max_depth))
 
     def _try_again(self, regime: Regime, num_rows: int) -> None:
         """Start a try that mostly counts for itself: what was known may no longer hold."""
@@ -373,7 +340,7 @@ class DepthController:
     def _start(self, regime: Regime, num_rows: int) -> Transition | None:
         regime.mode, regime.drafting_steps, regime.unprofitable = "on", 0, 0
         regime.recent.clear()
-        regime.depth, _ = self._best(regime, num_rows, self._max_depth)
+        regime.depth, regime.gain = self._best(regime, num_rows, self._max_depth)
         said, regime.said_stopped = regime.said_stopped, False
         return "resumed" if said else None
 

@@ -19,20 +19,15 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from speculators_ext.proposers.adaptive import (
-    PROBE_DEPTH,
-    DepthController,
-    Regime,
-    RowOutcome,
-    bucket,
-)
+from speculators_ext.proposers.adaptive import PROBE_DEPTH, DepthController, RowOutcome
 from speculators_ext.proposers.estimates import LineWindow
+from speculators_ext.proposers.regimes import Regime, bucket
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from speculators_ext.proposers.adaptive import Transition
     from speculators_ext.proposers.estimates import SlopeWindow
+    from speculators_ext.proposers.regimes import Transition
 
 __all__ = ["BINS", "TreeController", "TreeCut", "TreeOutcome", "floor_of"]
 
@@ -214,8 +209,9 @@ class TreeController(DepthController):
         """
         drafted = [row for row in rows if row.cut.levels]
         self._branched = not all(row.best.all() for row in rows)
-        self._cells[0].observe([row for row in drafted if not row.cut.chain])
-        self._cells[1].observe([row.as_chain() for row in drafted])
+        if drafted:
+            self._cells[0].observe([row for row in drafted if not row.cut.chain])
+            self._cells[1].observe([row.as_chain() for row in drafted])
         for cells in self._cells if draft_asked else ():
             cells.ran(draft_asked, draft_steps)
         return self.observe(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from functools import lru_cache
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,13 @@ import numpy as np
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+
+# Windows look at every point while they have so few, then at every so many together: what comes of
+# dozens of points hardly changes with one more, and looking takes time of every step. A line takes
+# the most.
+_FEW, _TOGETHER, _TOGETHER_LINE = 12, 4, 16
+# A unit of counts so large is scaled down.
+_LARGEST = 1e6
 
 
 class RunningMedian:
@@ -27,6 +35,10 @@ class RunningMedian:
         self._values.append(value)
         self._median = median(self._values)
 
+    def clear(self) -> None:
+        """Forget all values; the median holds until the next one."""
+        self._values.clear()
+
     def value(self) -> float | None:
         """Return the median, None before the first value."""
         return self._median
@@ -42,11 +54,15 @@ class SlopeWindow:
     def __init__(self, window: int) -> None:
         self._points: deque[tuple[float, float]] = deque(maxlen=window)
         self._slope: float | None = None
+        self._unseen = 0
 
     def observe(self, x: float, y: float) -> None:
         """Add one point, x > 0."""
         self._points.append((x, y))
-        self._slope = max(0.0, _weighted_median([(y / x, x) for x, y in self._points]))
+        self._unseen += 1
+        if len(self._points) <= _FEW or self._unseen >= _TOGETHER:
+            self._unseen = 0
+            self._look()
 
     def value(self) -> float | None:
         """Return the slope, at least 0; None before the first point."""
@@ -55,6 +71,17 @@ class SlopeWindow:
     def at(self, x: float) -> float:
         """Return y at x, 0 before the first point."""
         return x * (self._slope or 0.0)
+
+    def rescale(self, factor: float, base: float = 0.0) -> None:
+        """Multiply all y, and what they are without x, `base`, by `factor`."""
+        points = [(x, (y + base) * factor - base) for x, y in self._points]
+        self._points.clear()
+        self._points.extend(points)
+        if points:
+            self._look()
+
+    def _look(self) -> None:
+        self._slope = max(0.0, _weighted_median([(y / x, x) for x, y in self._points]))
 
     def keep_last(self, count: int) -> None:
         """Forget all but the last `count` points; the slope holds until the next one."""
@@ -74,13 +101,20 @@ class LineWindow:
         self._points: deque[tuple[float, float]] = deque(maxlen=window)
         self._start = 0.0
         self._slope: float | None = None
+        self._unseen = 0
 
     def observe(self, x: float, y: float) -> None:
         """Add one point, x > 0."""
         self._points.append((x, y))
+        self._unseen += 1
+        if len(self._points) <= _FEW or self._unseen >= _TOGETHER_LINE:
+            self._unseen = 0
+            self._look()
+
+    def _look(self) -> None:
         xs, ys = np.asarray(self._points).T
         if len(xs) >= 4 and np.ptp(xs) >= max(1.0, 0.5 * float(np.median(xs))):
-            first, second = np.triu_indices(len(xs), 1)
+            first, second = _pairs(len(xs))
             run = xs[second] - xs[first]
             apart = np.abs(run) >= 0.4 * np.ptp(xs)
             slope = max(0.0, float(np.median((ys[second] - ys[first])[apart] / run[apart])))
@@ -96,10 +130,24 @@ class LineWindow:
         """Return y at x; 0 at 0 and before the first point."""
         return 0.0 if x <= 0 else self._start + x * (self._slope or 0.0)
 
+    def rescale(self, factor: float, base: float = 0.0) -> None:
+        """Multiply all y, and what they are without x, `base`, by `factor`."""
+        points = [(x, (y + base) * factor - base) for x, y in self._points]
+        self._points.clear()
+        self._points.extend(points)
+        if points:
+            self._look()
+
     def keep_last(self, count: int) -> None:
         """Forget all but the last `count` points; the line holds until the next one."""
         while len(self._points) > count:
             self._points.popleft()
+
+
+@lru_cache(maxsize=64)
+def _pairs(count: int) -> tuple[np.ndarray, np.ndarray]:
+    first, second = np.triu_indices(count, 1)
+    return first, second
 
 
 def _weighted_median(values: Iterable[tuple[float, float]]) -> float:
@@ -130,6 +178,7 @@ class Survival:
     def __init__(self, depth: int, prior: float, strength: float, decay: float) -> None:
         self._tried = [0.0] * depth
         self._reached = [0.0] * depth
+        self._unit = 1.0  # what a row counts now, so that all before it count less
         self._prior = prior
         self._strength = strength
         self._decay = decay
@@ -139,19 +188,23 @@ class Survival:
         self.forget(self._decay)
         for allowed, reached in rows:
             for position in range(min(allowed, reached + 1, len(self._tried))):
-                self._tried[position] += 1
-                self._reached[position] += position < reached
+                self._tried[position] += self._unit
+                if position < reached:
+                    self._reached[position] += self._unit
 
     def forget(self, share: float) -> None:
         """Scale all counts by `share`."""
-        self._tried = [count * share for count in self._tried]
-        self._reached = [count * share for count in self._reached]
+        self._unit /= share
+        if self._unit > _LARGEST:
+            self._tried = [count / self._unit for count in self._tried]
+            self._reached = [count / self._unit for count in self._reached]
+            self._unit = 1.0
 
     def conditional(self) -> list[float]:
         """Return p_1 .. p_depth."""
-        chances, before = [], self._prior
+        chances, before, strength = [], self._prior, self._strength * self._unit
         for tried, reached in zip(self._tried, self._reached, strict=True):
-            before = (reached + self._strength * before) / (tried + self._strength)
+            before = (reached + strength * before) / (tried + strength)
             chances.append(before)
         return chances
 

@@ -191,9 +191,11 @@ def plan_round(sizes: TreeController, num_rows: int) -> tuple[TreeCut, Plan]:
     """What ``num_rows`` decoding rows may draft in the next round."""
     cut = sizes.cut(num_rows) if num_rows else TreeCut(0, 0)
     levels, last, chains = cut
+    if not levels:
+        return cut, Plan(0, 0.0, 0.0, chains)
     known = sizes.estimates(num_rows)
-    if not levels or known.draft_step is None:
-        return cut, Plan(levels, 0.0, floor_of(last) if levels else 0.0, chains)
+    if known.draft_step is None:
+        return cut, Plan(levels, 0.0, floor_of(last), chains)
     # Of what reaches a level so much is accepted in it, for each token of which
     # the round could take that much longer.
     accepted = known.acceptance[min(1, len(known.acceptance) - 1)]

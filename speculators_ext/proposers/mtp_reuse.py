@@ -20,8 +20,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-import numpy as np
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -34,6 +32,7 @@ _POSITIONS = 4
 _BINS = 8
 # Observations the prior is worth, and what a count keeps at each round.
 _STRENGTH, _DECAY = 3.0, 0.998
+_LARGEST = 1e6
 # The module's probability says less of the draft after next.
 _OUTLOOK = 0.9
 
@@ -103,28 +102,35 @@ class AcceptanceTable:
 
     def __init__(self, scale: float = 1.0) -> None:
         self._scale = scale
-        self._counts = np.zeros((2, _POSITIONS, _BINS))  # tried, accepted
+        self._tried = [0.0] * (_POSITIONS * _BINS)
+        self._accepted = [0.0] * (_POSITIONS * _BINS)
+        self._unit = 1.0  # what an observation counts now, so that all before it count less
 
     def chance(self, position: int, probability: float) -> float:
         """The chance at ``position`` (from 0) for a ``probability`` in [0, 1]."""
-        tried, accepted = self._counts[:, *self._cell(position, probability)]
-        prior = _STRENGTH * self._scale * probability**0.5
-        return float((accepted + prior) / (tried + _STRENGTH))
+        cell, strength = _cell(position, probability), _STRENGTH * self._unit
+        hoped = strength * self._scale * probability**0.5
+        return (self._accepted[cell] + hoped) / (self._tried[cell] + strength)
 
     def observe(self, position: int, probability: float, accepted: bool) -> None:
         """Count one verified draft, all drafts before it having been accepted."""
-        cell = self._cell(position, probability)
-        self._counts[0, *cell] += 1
-        self._counts[1, *cell] += accepted
+        cell = _cell(position, probability)
+        self._tried[cell] += self._unit
+        if accepted:
+            self._accepted[cell] += self._unit
 
     def forget(self) -> None:
         """Let old counts fade; what was long not tried is tried again."""
-        self._counts *= _DECAY
+        self._unit /= _DECAY
+        if self._unit > _LARGEST:
+            self._tried = [count / self._unit for count in self._tried]
+            self._accepted = [count / self._unit for count in self._accepted]
+            self._unit = 1.0
 
-    @staticmethod
-    def _cell(position: int, probability: float) -> tuple[int, int]:
-        share = min(int(probability * _BINS), _BINS - 1) if probability > 0 else 0
-        return min(position, _POSITIONS - 1), share
+
+def _cell(position: int, probability: float) -> int:
+    share = min(int(probability * _BINS), _BINS - 1) if probability > 0 else 0
+    return min(position, _POSITIONS - 1) * _BINS + share
 
 
 class StopRule:

@@ -8,6 +8,7 @@ import os
 from collections import Counter
 from dataclasses import dataclass, field
 from inspect import signature
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -150,7 +151,8 @@ class Engines:
             },
         }
         args = defaults | changes
-        args["model"] = str(build(args["model"]))
+        if not Path(args["model"]).is_dir():
+            args["model"] = str(build(args["model"]))
         llm = LLM(**args, speculative_config=speculative)
         scheduler = llm.llm_engine.engine_core.engine_core.scheduler
         return Engine(llm, watch_scheduler(scheduler))

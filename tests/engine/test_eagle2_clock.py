@@ -13,7 +13,8 @@ import torch
 pytest.importorskip("vllm")
 
 from speculators_ext.engines.vllm import step_clock
-from speculators_ext.engines.vllm.trees.tree_clock import Plan, TreeClock
+from speculators_ext.engines.vllm.trees.tree_clock import TreeClock
+from speculators_ext.proposers.head_rounds import Plan
 from speculators_ext.tree import DraftTree
 
 PLAIN, LEVEL, NODE = 1.0, 0.08, 0.02
@@ -36,7 +37,8 @@ class Machine:
         self.clock, self.now, self.node = clock, 0.0, node
         self.backlog = 0
         self.scheduled: DraftTree | None = None
-        monkeypatch.setattr(step_clock.time, "perf_counter", lambda: self.now)
+        for clock in ("perf_counter", "thread_time"):
+            monkeypatch.setattr(step_clock.time, clock, lambda: self.now)
 
     def step(self, accepted: int, *, unlikely: bool = False) -> Plan:
         """One verification that accepts so many levels, or an unlikely node; then drafting."""

@@ -14,7 +14,8 @@ import pytest
 pytest.importorskip("vllm")
 from vllm import SamplingParams
 
-from speculators_ext.tree import DraftTree
+from speculators_ext.engines.vllm.mtp_reuse import chain_speculator
+from speculators_ext.proposers.mtp_reuse import Chain
 
 MLA = {
     "model": "deepseek-v3-tiny-mtp",
@@ -169,19 +170,18 @@ def test_whatever_is_drafted_the_text_is_plain_decodings(
         for out in twins.plain.remembered(prompts, params)
     }
 
-    def grow(self: Any, batch: Any, roots: Any, plan: Any) -> list[DraftTree]:
+    def draft(head: Any, hidden: Any, features: Any, limits: Any, *_: Any, **__: Any) -> Any:
         chains = []
-        for index, row in enumerate(roots.rows):
-            slot, states = int(batch.idx_mapping_np[row]), self._req_states
+        for index, limit in enumerate(limits):
+            slot, states = int(head._idx_mapping[index]), head._of._req_states
             prompt = states.all_token_ids.gpu[slot, : int(states.prompt_len.np[slot])].tolist()
-            truth = answers[tuple(prompt)][roots.lengths[index] + 1 :]
-            count = rng.randint(0, min(roots.max_drafts[index], roots.max_levels[index]))
+            truth = answers[tuple(prompt)][head._lengths[index] + 1 :]
+            count = rng.randint(0, limit)
             right = rng.randint(0, min(count, len(truth)))
             drafts = [*truth[:right], *(rng.randrange(3, 1500) for _ in range(count - right))]
-            root = int(roots.tokens[index])
-            chains.append(DraftTree.of([root, *drafts], [*range(-1, count)]))
-        return chains
+            chains.append(Chain(drafts, [1.0] * count))
+        return chains, 1
 
-    monkeypatch.setattr(type(twins.clasp.speculator), "grow", grow)
+    monkeypatch.setattr(chain_speculator, "draft_chains", draft)
     found = counted(twins, prompts, params)
     assert 0 < found["num_accepted_tokens"] < found["num_draft_tokens"]

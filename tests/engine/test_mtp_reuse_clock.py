@@ -24,7 +24,8 @@ class Machine:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, around: float) -> None:
         self.clock = ReuseClock(4, adaptive=True, fixed_launches=False)
         self.now, self.around, self.drafted = 0.0, around, 0
-        monkeypatch.setattr(step_clock.time, "perf_counter", lambda: self.now)
+        for clock in ("perf_counter", "thread_time"):
+            monkeypatch.setattr(step_clock.time, clock, lambda: self.now)
 
     def step(self) -> tuple[int, Worth]:
         self.now += PLAIN + TOKEN * self.drafted

@@ -114,11 +114,22 @@ def test_a_checkpoint_saved_without_its_module_is_refused(tmp_path: Path) -> Non
     assert "\n" not in str(refusal.value)
 
 
-def test_several_modules_are_refused_unless_one_is_enough(tmp_path: Path) -> None:
-    """Catches the first of several modules reused where the others were trained to follow it."""
+@pytest.mark.parametrize(
+    ("drafts", "options", "says"),
+    [
+        (3, {}, r"num_speculative_tokens=3 .* 2 MTP modules; accepted: up to 2, and multiples"),
+        (2, {"topk": 2, "depth": 2}, r"topk=2 is not possible, the target has 2 MTP modules"),
+        (2, {"calibrate": True}, r"calibrate=true is not possible, the target has 2 MTP modules"),
+    ],
+)
+def test_several_modules_draft_chains_of_their_number(
+    tmp_path: Path, drafts: int, options: dict[str, Any], says: str
+) -> None:
+    """Catches a tree grown with the first of several modules, and vLLM's own page of an error."""
     model = edited(tmp_path / "m", MLA, num_nextn_predict_layers=2)
-    with pytest.raises(ConfigError, match=r"2 MTP modules.*num_speculative_tokens=1"):
-        engine_config(mtp_reuse(2), model)
+    with pytest.raises(ConfigError, match=says) as refusal:
+        engine_config(mtp_reuse(drafts, method_config=options), model)
+    assert "\n" not in str(refusal.value)
 
 
 @pytest.mark.parametrize("model", [MLA, DENSE])

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from speculators_ext.proposers.adaptive import DepthController, RowOutcome, bucket
-from speculators_ext.proposers.estimates import RunningMedian, SlopeWindow, Survival
+from speculators_ext.proposers.adaptive import DepthController, RowOutcome
+from speculators_ext.proposers.estimates import LineWindow, RunningMedian, SlopeWindow, Survival
+from speculators_ext.proposers.regimes import bucket
 
 PLAIN_SECONDS = 0.03
 REFRESH = 16
@@ -36,6 +37,7 @@ class Run:
 
     controller: DepthController
     seed: int = 0
+    pace: float = 1.0  # seconds on this machine for one on the machine it was
     cost: float = 0.0
     tokens: float = 0.0  # a row
     depths: list[int] = field(default_factory=list)
@@ -48,7 +50,7 @@ class Run:
 
     def _time(self, cost):
         outlier = 8.0 if self._rng.random() < 0.01 else 1.0
-        return cost * PLAIN_SECONDS * self._rng.lognormvariate(0.0, 0.05) * outlier
+        return cost * self.pace * PLAIN_SECONDS * self._rng.lognormvariate(0.0, 0.05) * outlier
 
     def step(self, machine, num_rows=1):
         """Verify what was drafted, then draft as deep as the controller says."""
@@ -162,6 +164,20 @@ def test_it_stops_soon_when_acceptance_falls(seed):
     assert run.steps(1000, Machine(0.3, 0.1)) > 0.95
     assert run.events[0][1] == "stopped"
     assert run.events[0][0] < 500 + 120
+
+
+@pytest.mark.parametrize("pace", [1.4, 2.0])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_machine_that_slows_down_is_no_reason_to_stop(seed, pace):
+    """Catches drafted steps compared with plain ones of before a neighbour began to work."""
+    machine = Machine(0.1, 0.8)
+    run = Run(DepthController(6, REFRESH), seed)
+    run.steps(200, machine)
+    assert run.depths[-1] > 0
+    run.pace = pace
+    run.steps(300, machine)
+    assert run.events == []
+    assert sum(depth > 0 for depth in run.depths[-100:]) > 80
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -281,6 +297,18 @@ def test_a_slope_is_never_negative_and_forgets():
     slope.observe(2.0, 0.6)
     slope.observe(2.0, 0.6)
     assert slope.value() == pytest.approx(0.3)
+
+
+def test_costs_are_given_in_steps_of_another_length():
+    """Catches a step's own length left out: what took 1.5 steps takes 3 that are half as long."""
+    line, slope = LineWindow(9), SlopeWindow(9)
+    for x in (1.0, 2.0, 3.0, 4.0):
+        line.observe(x, 0.5 * x)
+        slope.observe(x, 0.5 * x)
+    line.rescale(2.0, base=1.0)
+    slope.rescale(2.0)
+    assert [line.at(x) for x in (1.0, 4.0)] == pytest.approx([2.0, 5.0])
+    assert slope.value() == pytest.approx(1.0)
 
 
 def test_survival_counts_only_what_was_allowed_and_reached():

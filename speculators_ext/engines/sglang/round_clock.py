@@ -12,7 +12,7 @@ from speculators_ext.proposers.adaptive import DepthController, RowOutcome
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from speculators_ext.proposers.adaptive import Transition
+    from speculators_ext.proposers.regimes import Transition
 
 __all__ = ["RoundClock"]
 

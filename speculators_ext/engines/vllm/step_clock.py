@@ -1,9 +1,17 @@
-"""Times a round and feeds the depth controller, so that drafting stays worth its cost."""
+"""Times a round and feeds the depth controller, so that drafting stays worth its cost.
+
+On CPUs the clock is the thread's own time: it stands still while another program has the core, else
+drafting would stop where no more than the neighbour changed. What a step waits for other parts of
+the engine is in no thread's time; the least of the last waits is added for it.
+"""
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from typing import TYPE_CHECKING
+
+from vllm.platforms import current_platform
 
 from speculators_ext.engines.round_times import RoundTimes
 from speculators_ext.engines.vllm.log import logger
@@ -13,7 +21,7 @@ if TYPE_CHECKING:
     import torch
     from vllm.v1.worker.gpu.input_batch import InputBatch
 
-    from speculators_ext.proposers.adaptive import Transition
+    from speculators_ext.proposers.regimes import Transition
 
 __all__ = ["StepClock"]
 
@@ -41,9 +49,20 @@ class StepClock(RoundTimes):
             if adaptive
             else None
         )
-        self._ended: float | None = None
+        self._own_time = current_platform.is_cpu()
+        self._ended: tuple[float, float] | None = None
+        self._waits: deque[float] = deque(maxlen=32)
         self._batch: set[str] = set()
         self._caps: dict[str, int] = {}
+
+    def _now(self) -> float:
+        return time.thread_time() if self._own_time else time.perf_counter()
+
+    def _since(self, then: tuple[float, float]) -> float:
+        """Seconds since a moment in both times, the thread's waiting as a steady machine has it."""
+        passed, own = time.perf_counter() - then[0], self._now() - then[1]
+        self._waits.append(max(0.0, passed - own))
+        return own + min(self._waits)
 
     def depth(self, num_rows: int) -> int:
         """How many tokens to draft at most in this round, for ``num_rows`` rows that could."""
@@ -59,7 +78,7 @@ class StepClock(RoundTimes):
         batch = set(input_batch.req_ids)
         steady = not input_batch.has_prefill and batch == self._batch
         if steady and self._ended is not None:
-            self._verify_seconds = time.perf_counter() - self._ended
+            self._verify_seconds = self._since(self._ended)
         self._batch = batch
 
     def end(self, input_batch: InputBatch, num_sampled: torch.Tensor, caps: list[int]) -> None:
@@ -80,7 +99,7 @@ class StepClock(RoundTimes):
             logger.info("%s", known.describe(transition, num_rows))
         self._caps = dict(zip(input_batch.req_ids, caps, strict=False))
         self._clear()
-        self._ended = time.perf_counter()
+        self._ended = time.perf_counter(), self._now()
 
     def _observe(
         self, controller: DepthController, input_batch: InputBatch, sampled: list[int]

@@ -11,7 +11,8 @@ from speculators_ext.proposers.head_rounds import NOTHING, Plan, outcome_of, pla
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from speculators_ext.proposers.adaptive import DepthController, Transition
+    from speculators_ext.proposers.adaptive import DepthController
+    from speculators_ext.proposers.regimes import Transition
     from speculators_ext.tree import DraftTree
 
 __all__ = ["TreeClock"]

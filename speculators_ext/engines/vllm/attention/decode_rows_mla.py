@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadataBuilder
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend
@@ -35,25 +36,29 @@ def split_short_queries(
         batch: what vLLM builds metadata from, on the host.
         most: tokens of a query that counts as short.
     """
-    starts = batch.query_start_loc_cpu[: batch.num_reqs + 1].long()
-    lengths = starts[1:] - starts[:-1]
-    short = (lengths <= most).int()
-    count = int(short.cumprod(0).sum())
+    if batch.max_query_len == 1:
+        return batch
+    starts = batch.query_start_loc_cpu[: batch.num_reqs + 1].numpy()
+    lengths = np.diff(starts)
+    count = int((lengths <= most).cumprod().sum())
     num_rows = int(starts[count])
     if num_rows <= count:
         return batch
-    owners = torch.repeat_interleave(torch.arange(count), lengths[:count])
-    behind = starts[owners + 1] - 1 - torch.arange(num_rows)
+    repeats = np.concatenate([lengths[:count], np.ones(batch.num_reqs - count, dtype=np.int64)])
+    owners = torch.from_numpy(np.repeat(np.arange(batch.num_reqs), repeats))
+    behind = np.zeros(len(owners), dtype=np.int32)
+    behind[:num_rows] = np.repeat(starts[1 : count + 1], lengths[:count]) - np.arange(
+        1, num_rows + 1
+    )
+    less = torch.from_numpy(behind)
 
     def spread(values: torch.Tensor) -> torch.Tensor:
-        return torch.cat([values[owners], values[count : batch.num_reqs]])
+        return values[: batch.num_reqs].index_select(0, owners)
 
     def shortened(lengths: torch.Tensor) -> torch.Tensor:
-        spread_lengths = spread(lengths)
-        spread_lengths[:num_rows] -= behind.to(lengths.dtype)
-        return spread_lengths
+        return spread(lengths).sub_(less)
 
-    first = torch.cat([torch.arange(num_rows), starts[count:]]).int()
+    first = torch.from_numpy(np.concatenate([np.arange(num_rows), starts[count:]]).astype(np.int32))
     optional: dict[str, Any] = {
         "seq_lens_cpu_upper_bound": shortened,
         "is_prefilling": spread,

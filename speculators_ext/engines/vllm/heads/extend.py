@@ -38,8 +38,23 @@ class ExtendingSpeculator(TargetDependentARSpeculator):
         """What the head reads beside its tokens, [n, H], of what the target hands out, [n, ...]."""
         return hidden
 
-    def head_output(self, out: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """What `compute_logits` takes and what the head goes on from, of what the head returned."""
+    def run_head(
+        self, tokens: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor, part: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The head over n rows, in the forward context that is set.
+
+        Args:
+            tokens: int32 [n], the dtype of vLLM's own buffers: compiled heads were compiled for it.
+            positions: int64 [n].
+            hidden: [n, ...], of the target, or of the part before.
+            part: of a head that has several, each with a cache of its own.
+
+        Returns:
+            What `compute_logits` takes and what the head goes on from, [n, H] each.
+        """
+        out = self.model(
+            input_ids=tokens, positions=positions, hidden_states=self.head_input(hidden)
+        )
         return out if isinstance(out, tuple) else (out, out)
 
     def accepted_paths(self) -> dict[int, torch.Tensor]:
@@ -59,17 +74,22 @@ class ExtendingSpeculator(TargetDependentARSpeculator):
         Returns:
             The number of tokens each request has in the caches.
         """
+        slots, starts = input_batch.idx_mapping_np.tolist(), input_batch.num_computed_tokens_np
         rows, counts = self._kept_rows(input_batch, sampled, rejected)
-        ends = np.cumsum([0, *counts])
-        tokens = torch.empty(len(rows), dtype=torch.int64, device=rows.device)
-        tokens[:-1] = input_batch.input_ids[rows[1:]]
-        tokens[torch.from_numpy(ends[1:] - 1).to(tokens.device)] = next_tokens
-        hidden = torch.cat([states[rows] for states in hidden_states], dim=-1)
-        lengths = []
-        for row, slot in enumerate(input_batch.idx_mapping_np.tolist()):
-            start, own = int(input_batch.num_computed_tokens_np[row]), slice(*ends[row : row + 2])
+        if input_batch.num_tokens == input_batch.num_reqs:  # a plain step: a row of each
+            tokens, states = next_tokens, [own[: len(slots)].clone() for own in hidden_states]
+        else:
+            tokens = torch.empty(len(rows), dtype=torch.int64, device=self.device)
+            tokens[:-1] = input_batch.input_ids[rows[1:]]
+            last = np.cumsum(counts) - 1
+            tokens[torch.from_numpy(last).to(tokens.device)] = next_tokens
+            states = [own[rows] for own in hidden_states]
+        hidden = states[0] if len(states) == 1 else torch.cat(states, dim=-1)
+        lengths, end = [], 0
+        for slot, start, count in zip(slots, starts.tolist(), counts, strict=True):
+            own, end = slice(end, end + count), end + count
             self._state.backlog.add(slot, HeadRows(start, tokens[own], hidden[own]))
-            lengths.append(start + counts[row])
+            lengths.append(start + count)
         return lengths
 
     def _kept_rows(
@@ -99,21 +119,33 @@ class ExtendingSpeculator(TargetDependentARSpeculator):
         """
         slots = input_batch.idx_mapping_np[rows].tolist()
         noted = [self._state.backlog.take(slot) for slot in slots]
-        last: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        left = list(enumerate(noted))
-        while left:
-            left = self._extend_some(input_batch.idx_mapping[rows], left, last)
-        hidden, features = zip(*(last[index] for index in range(len(rows))), strict=True)
-        lengths = [piece.start + len(piece.tokens) for piece in noted]
-        return torch.stack(hidden), torch.stack(features), lengths
+        outs = self._run(input_batch.idx_mapping[rows], noted)
+        hidden, features = (torch.stack([out[side][-1] for out in outs]) for side in (0, 1))
+        return hidden, features, [piece.start + len(piece.tokens) for piece in noted]
 
-    def _extend_some(
-        self,
-        idx_mapping: torch.Tensor,
-        left: list[tuple[int, HeadRows]],
-        last: dict[int, tuple[torch.Tensor, torch.Tensor]],
-    ) -> list[tuple[int, HeadRows]]:
-        """One forward over as many rows as buffers hold; returns what is left, notes the last."""
+    def _run(
+        self, idx_mapping: torch.Tensor, pieces: list[HeadRows], part: int = 0
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """A part of the head over rows of some requests, in as many forwards as buffers need.
+
+        Returns:
+            For each piece what `compute_logits` takes and the head's features, [its rows, H] each.
+        """
+        done: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in pieces]
+        left = list(enumerate(pieces))
+        while left:
+            now, left = self._fitting(left)
+            of = torch.tensor([index for index, _ in now])
+            sides = self._forward(idx_mapping[of], [piece for _, piece in now], part)
+            counts = [len(piece.tokens) for _, piece in now]
+            for (index, _), *out in zip(now, *(side.split(counts) for side in sides), strict=True):
+                done[index].append((out[0], out[1]))
+        return [outs[0] if len(outs) == 1 else _joined(outs) for outs in done]
+
+    def _fitting(
+        self, left: list[tuple[int, HeadRows]]
+    ) -> tuple[list[tuple[int, HeadRows]], list[tuple[int, HeadRows]]]:
+        """As many rows as buffers hold, and the rest."""
         room, now, later = self.max_num_tokens, [], []
         for index, piece in left:
             count = min(len(piece.tokens), room)
@@ -123,18 +155,12 @@ class ExtendingSpeculator(TargetDependentARSpeculator):
             if count < len(piece.tokens):
                 rest = (side[count:] for side in piece[1:])
                 later.append((index, HeadRows(piece.start + count, *rest)))
-        of = torch.tensor([index for index, _ in now])
-        hidden, features = self._forward(idx_mapping[of], [piece for _, piece in now])
-        end = -1
-        for index, piece in now:
-            end += len(piece.tokens)
-            last[index] = hidden[end], features[end]
-        return later
+        return now, later
 
     def _forward(
-        self, idx_mapping: torch.Tensor, pieces: list[HeadRows]
+        self, idx_mapping: torch.Tensor, pieces: list[HeadRows], part: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The head over consecutive rows of some requests, n in all: two tensors [n, H]."""
+        """One forward over consecutive rows of some requests, n in all: two tensors [n, H]."""
         counts = [len(piece.tokens) for piece in pieces]
         ends = np.cumsum([0, *counts]).astype(np.int32)
         lengths = [piece.start + count for piece, count in zip(pieces, counts, strict=True)]
@@ -144,7 +170,7 @@ class ExtendingSpeculator(TargetDependentARSpeculator):
         starts = np.asarray([piece.start for piece in pieces])
         positions = buffers.positions[:total]
         positions.copy_(torch.from_numpy(np.arange(total) + np.repeat(starts - ends[:-1], counts)))
-        hidden = self.head_input(torch.cat([piece.hidden for piece in pieces]))
+        hidden = torch.cat([piece.hidden for piece in pieces])
         self.block_tables.gather_block_tables(idx_mapping, num_reqs_padded=num_reqs)
         slots = self.block_tables.compute_slot_mappings(
             idx_mapping, buffers.query_start_loc[: num_reqs + 1], positions, total
@@ -166,7 +192,12 @@ class ExtendingSpeculator(TargetDependentARSpeculator):
             num_tokens=total,
             slot_mapping=build_slot_mappings_by_layer(slots, self.kv_cache_config),
         ):
-            # The dtype of vLLM's own buffers, for which a compiled head was compiled.
             tokens = torch.cat([piece.tokens for piece in pieces]).int()
-            out = self.model(input_ids=tokens, positions=positions, hidden_states=hidden)
-        return self.head_output(out)
+            return self.run_head(tokens, positions, hidden, part)
+
+
+def _joined(
+    outs: list[tuple[torch.Tensor, torch.Tensor]],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    hidden, features = zip(*outs, strict=True)
+    return torch.cat(hidden), torch.cat(features)

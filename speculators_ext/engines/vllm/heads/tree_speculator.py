@@ -4,27 +4,26 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from speculators_ext.engines.vllm.cache_groups import group_of_layers
-from speculators_ext.engines.vllm.heads.speculator import HeadSpeculator
+from speculators_ext.engines.vllm.heads.growing import GrowingSpeculator
 from speculators_ext.engines.vllm.heads.vllm_head import VllmHead
 from speculators_ext.engines.vllm.trees.devices import make_compactor, refuse_other_layers
-from speculators_ext.engines.vllm.trees.tree_clock import Plan, TreeClock
-from speculators_ext.proposers.eagle2 import GrowthLimits, grow_trees
-from speculators_ext.tree import DraftTree
+from speculators_ext.engines.vllm.trees.tree_clock import TreeClock
+from speculators_ext.proposers.head_rounds import grow_planned
 
 if TYPE_CHECKING:
+    import torch
     from vllm.config import VllmConfig
     from vllm.v1.worker.gpu.input_batch import InputBatch
     from vllm.v1.worker.gpu.states import RequestState
 
-    from speculators_ext.engines.vllm.heads.speculator import Roots
+    from speculators_ext.proposers.head_rounds import Plan, Roots
+    from speculators_ext.tree import DraftTree
 
 __all__ = ["TreeSpeculator"]
 
 
-class TreeSpeculator(HeadSpeculator):
+class TreeSpeculator(GrowingSpeculator):
     """Drafts trees. The method's model state knows them, its settings are those of `grow_trees`.
 
     Args:
@@ -84,29 +83,13 @@ class TreeSpeculator(HeadSpeculator):
         """A tree from each root."""
         head = self._make_head(input_batch, roots)
         slots, chain_only = input_batch.idx_mapping_np, self._state.chain_only
-        limits = GrowthLimits(
-            torch.tensor([n + 1 for n in roots.max_drafts], dtype=torch.int32, device=self.device),
-            torch.tensor(roots.max_levels, device=self.device),
-            torch.tensor(
-                [plan.chains or int(slots[row]) in chain_only for row in roots.rows],
-                device=self.device,
-            ),
-        )
-        least = self._options.min_path_probability, self._options.min_level_probability
-        floors = {
-            "min_path_probability": max(least[0], plan.node_floor),
-            "min_level_probability": max(least[1], plan.level_floor),
-        }
-        grown = grow_trees(
-            head, roots.hidden, roots.features, roots.tokens, limits,
-            self._options.model_copy(update=floors), num_rows=self.num_speculative_steps + 1,
-            depth=max(roots.max_levels), prune=self.device.type == "cpu",
+        trees = grow_planned(
+            head, roots, plan, self._options,
+            chains=[int(slots[row]) in chain_only for row in roots.rows],
+            num_rows=self.num_speculative_steps + 1, prune=self.device.type == "cpu",
         )  # fmt: skip
         self._clock.ran(1 + head.num_steps)
-        sides = [side.cpu().numpy() for side in (grown.tokens, grown.parents, grown.scores)]
-        return [
-            DraftTree(*(side[i, :n] for side in sides)) for i, n in enumerate(grown.counts.tolist())
-        ]
+        return trees
 
     def _make_head(self, input_batch: InputBatch, roots: Roots) -> VllmHead:
         """The head over the caches of the requests that draft."""

@@ -1,26 +1,29 @@
-"""vLLM's MTP module as drafting sees it: states by our choice of norms, logits of our vocabulary.
+"""vLLM's MTP modules as drafting sees them: states by our choice of norms, our vocabulary's logits.
 
-Modules return their last state before their final norm (``compute_logits`` then applies it), after
-it, or both. Which of them it is shows in where the norm stands; a module without one keeps its own
-way.
+Most targets have one module, which drafts all of a chain. Of several each has weights and a cache
+of its own; the last drafts whatever is beyond. Modules return their last state before their final
+norm (``compute_logits`` then applies it), after it, or both. Which of them it is shows in where the
+norm stands; a module without one keeps its own way.
 """
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
 
 from speculators_ext.engines.vllm.ranks import tensor_from_rank_0
 from speculators_ext.proposers.mtp_norms import undo_norm
 from speculators_ext.proposers.mtp_reuse import Choice
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
     from speculators_ext.engines.vllm.mtp_reuse.reduced_head import ReducedHead
     from speculators_ext.proposers.mtp_norms import HiddenNorms, Side
 
-__all__ = ["MtpModule", "first_layer"]
+__all__ = ["MtpModule", "mtp_layers"]
 
 
 class _FinalNorm(NamedTuple):
@@ -52,6 +55,7 @@ class MtpModule:
         norms: which states to feed.
 
     Attributes:
+        count: of modules.
         norms: which states are fed.
         reduced: a head of fewer tokens; None drafts with the target's own.
     """
@@ -63,7 +67,13 @@ class MtpModule:
         norm = getattr(language_model.model, "norm", None)
         if hasattr(target, "get_mtp_target_hidden_states"):
             norm = None  # it hands out states of another kind, on neither side of its norm
-        self._own_norm = _look_at(find_final_norm(model.model), model)
+        layers = mtp_layers(model.model)
+        takes_number = "spec_step_idx" in inspect.signature(model.forward).parameters
+        self.count = max(1, len(layers)) if takes_number else 1
+        self._own_norms = [
+            _look_at(find_final_norm(model.model, layer), model, *self._numbered(index))
+            for index, layer in enumerate((layers or [None])[: self.count])
+        ]
         self._target_norm = _look_at(norm, target)
         self.choose(norms)
 
@@ -75,7 +85,7 @@ class MtpModule:
         """
         for key, side, norm in (
             ("first_hidden", norms.first, self._target_norm),
-            ("recycled_hidden", norms.recycled, self._own_norm),
+            ("recycled_hidden", norms.recycled, self._own_norms[0]),
         ):
             if side is not None and norm is None:
                 raise ValueError(
@@ -89,43 +99,63 @@ class MtpModule:
         norm, side = self._target_norm, self.norms.first
         return hidden if norm is None or side is None else norm.feed(hidden, side)
 
-    def read(self, out: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """From what the module returned: what `logits` takes, what to recycle, [n, H] each."""
+    def index(self, step: int) -> int:
+        """Which module a draft step is of."""
+        return min(step, self.count - 1)
+
+    def run(
+        self, tokens: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor, index: int = 0
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """A module in the forward context that is set: what `logits` takes, what to recycle."""
+        numbered = {"spec_step_idx": index} if self.count > 1 else {}
+        out = self.model(input_ids=tokens, positions=positions, hidden_states=hidden, **numbered)
+        return self.read(out, index)
+
+    def read(self, out: Any, index: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        """From what a module returned: what `logits` takes, what to recycle, [n, H] each."""
         hidden, recycled = out if isinstance(out, tuple) else (out, out)
-        norm, side = self._own_norm, self.norms.recycled
+        norm, side = self._own_norms[index], self.norms.recycled
         if norm is None or side is None or (side == "post" and isinstance(out, tuple)):
             return hidden, recycled
         return hidden, norm.feed(hidden, side)
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden: torch.Tensor, index: int = 0) -> torch.Tensor:
         """[n, H] -> [n, V], or [n, V_draft] with a reduced head."""
         if self.reduced is None:
-            return self.model.compute_logits(hidden)
-        norm = self._own_norm
+            return self.model.compute_logits(hidden, *self._numbered(index))
+        norm = self._own_norms[index]
         return self.reduced.logits(hidden if norm is None else norm.feed(hidden, "post"))
 
-    def draft(self, hidden: torch.Tensor) -> Choice:
+    def _numbered(self, index: int) -> tuple[int, ...]:
+        """How vLLM is told which module is meant; models of one may not know the argument."""
+        return (index,) if self.count > 1 else ()
+
+    def draft(self, hidden: torch.Tensor, index: int = 0) -> Choice:
         """The likeliest token behind each of [n, H], and its probability."""
-        given, tokens = self.logits(hidden).float().softmax(dim=-1).max(dim=-1)
+        law = self.logits(hidden, index).float().softmax(dim=-1)
+        if law.device.type == "cpu":  # NumPy's search is far quicker than torch's
+            tokens = torch.from_numpy(law.numpy().argmax(axis=-1))
+            given = law.gather(1, tokens.unsqueeze(1)).squeeze(1)
+        else:
+            given, tokens = law.max(dim=-1)
         if self.reduced is not None:
             tokens = self.reduced.vocabulary.ids[tokens]
         return Choice(tokens, tensor_from_rank_0(given))
 
 
-def find_final_norm(inner: Any) -> Any:
+def find_final_norm(inner: Any, layer: Any) -> Any:
     """The norm at the end of an MTP module, None where none was found."""
-    layers = first_layer(inner)
-    with_head = getattr(getattr(layers, "shared_head", None), "norm", None)
-    return with_head or getattr(layers, "final_layernorm", None) or getattr(inner, "norm", None)
+    with_head = getattr(getattr(layer, "shared_head", None), "norm", None)
+    return with_head or getattr(layer, "final_layernorm", None) or getattr(inner, "norm", None)
 
 
-def first_layer(inner: Any) -> Any:
-    """The first MTP layer of a model of vLLM's, whatever holds it."""
+def mtp_layers(inner: Any) -> list[Any]:
+    """The MTP layers of a model of vLLM's, whatever holds them."""
     layers = getattr(inner, "layers", None) or getattr(inner, "mtp_layers", None) or []
-    return next(iter(layers.values() if hasattr(layers, "values") else layers), None)
+    return list(layers.values() if hasattr(layers, "values") else layers)
 
 
-def _look_at(norm: Any, model: Any) -> _FinalNorm | None:
+def _look_at(norm: Any, model: Any, *index: int) -> _FinalNorm | None:
     """What a norm multiplies by (its answer to ones), and whether the output head applies it."""
     if norm is None:
         return None
@@ -134,7 +164,7 @@ def _look_at(norm: Any, model: Any) -> _FinalNorm | None:
     ran: list[bool] = []
     watch = norm.register_forward_hook(lambda *_: ran.append(True))
     try:
-        model.compute_logits(ones)
+        model.compute_logits(ones, *index)
     finally:
         watch.remove()
     return _FinalNorm(norm, norm(ones)[0], bool(ran))

@@ -14,7 +14,7 @@ from vllm.distributed import (
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
-from speculators_ext.engines.vllm.mtp_reuse.module import first_layer
+from speculators_ext.engines.vllm.mtp_reuse.module import mtp_layers
 from speculators_ext.proposers.mtp_vocab import DraftVocabulary
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def make_reduced_head(model: Any, vllm_config: VllmConfig, size: int) -> Reduced
         ValueError: one line, where rows of the target's head cannot be copied.
     """
     inner = model.model
-    shared = getattr(first_layer(inner), "shared_head", None)
+    shared = getattr(next(iter(mtp_layers(inner)), None), "shared_head", None)
     head: Any = getattr(shared, "head", None) or getattr(model, "lm_head", None)
     processor: Any = getattr(inner, "logits_processor", None) or getattr(
         model, "logits_processor", None

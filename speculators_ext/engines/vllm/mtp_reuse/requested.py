@@ -7,11 +7,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from speculators_ext.config import ConfigError
-from speculators_ext.engines.checkpoints import check_module_weights, count_modules
-from speculators_ext.engines.checkpoints import find_module_obstacle as find_target_obstacle
+from speculators_ext.engines.checkpoints import (
+    check_module_weights,
+    count_modules,
+    find_module_obstacle,
+)
 from speculators_ext.engines.vllm.trees.requested import check_trees, find_tree_obstacle
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from vllm.config.model import ModelConfig
     from vllm.engine.arg_utils import EngineArgs
 
@@ -20,6 +25,11 @@ if TYPE_CHECKING:
 __all__ = ["check_request", "find_target_obstacle"]
 
 _CHOOSE = "choose a target with such a module, or another method"
+
+
+def find_target_obstacle(architectures: Sequence[str], hf_config: Any) -> str | None:
+    """Why the target cannot draft with an MTP module, as a clause; None when it can."""
+    return find_module_obstacle(architectures, hf_config)
 
 
 def check_request(
@@ -32,11 +42,17 @@ def check_request(
     """
     modules = count_modules(target.hf_config) or count_modules(target.hf_text_config)
     _check_weights(target, modules)
-    if modules > 1 and request["num_speculative_tokens"] > 1:
+    if modules > 1 and (options.topk > 1 or options.calibrate):
+        key = f"topk={options.topk}" if options.topk > 1 else "calibrate=true"
         raise ConfigError(
-            f"speculative method 'mtp_reuse': the target has {modules} MTP modules, each with a "
-            "cache of its own, and one is reused only where there is one; accepted: "
-            "num_speculative_tokens=1, or vLLM's own 'mtp'"
+            f"speculative method_config: {key} is not possible, the target has {modules} MTP "
+            "modules, each of which drafts one position of a chain; leave it out"
+        )
+    drafts = request["num_speculative_tokens"]
+    if modules > 1 and drafts > modules and drafts % modules:
+        raise ConfigError(
+            f"speculative method 'mtp_reuse': num_speculative_tokens={drafts} does not fit the "
+            f"target's {modules} MTP modules; accepted: up to {modules}, and multiples of it"
         )
     if args.data_parallel_size > 1 and target.is_moe:
         raise ConfigError(

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     import torch
     from vllm.v1.worker.gpu.input_batch import InputBatch
 
-    from speculators_ext.proposers.adaptive import DepthController, Transition
+    from speculators_ext.proposers.adaptive import DepthController
+    from speculators_ext.proposers.regimes import Transition
     from speculators_ext.tree import DraftTree
 
 __all__ = ["TreeClock"]
