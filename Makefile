@@ -34,7 +34,7 @@ PACKAGE := $(shell find speculators_ext kernels model_configs -not -path '*__pyc
 BENCHMARKS := $(patsubst benchmarks/%.py,out/%.json,$(wildcard benchmarks/*.py))
 TESTS := $(shell find tests benchmarks -not -path '*__pycache__*' -not -name '.*' 2>/dev/null)
 
-.PHONY: help venv venv-sglang demo demo-sglang test test-fast test-engine test-sglang test-full check bench bench-serve bench-serve-sglang style clean
+.PHONY: help venv venv-sglang demo demo-sglang test test-fast test-engine test-sglang test-full test-full-sglang check bench bench-serve bench-serve-sglang style clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -117,6 +117,9 @@ test-sglang: $(SGLANG_INSTALLED) ## the tests of the SGLang adapter, in .venv-sg
 
 test-full: $(INSTALLED) ## the long proofs (hours; not in CI)
 	$(BIN)/pytest -v -m full --timeout 0
+
+test-full-sglang: $(SGLANG_INSTALLED) ## the long proofs on SGLang (hours; not in CI)
+	$(SGLANG_BIN)/pytest -v -m full --timeout 0 tests/sglang
 
 check: $(STAMPS)/lint $(STAMPS)/types $(STAMPS)/imports ## ruff, formatting, mypy, import direction
 

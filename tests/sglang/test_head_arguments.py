@@ -89,7 +89,7 @@ def test_what_no_tree_can_be_is_one_line(words, says):
 
 def test_a_head_that_does_not_fit_is_refused(tmp_path):
     """Catches a head of another target, which would draft noise or fail in the first round."""
-    with pytest.raises(ValueError, match="takes hidden states of size 64, the target gives 576"):
+    with pytest.raises(ValueError, match="takes hidden states of size 128, the target gives 576"):
         eagle2(model="smollm2-135m-instruct")
     with pytest.raises(ValueError, match="would load it as LlamaForCausalLM, which is no head"):
         eagle2(head="tiny-llama-eagle")
@@ -127,7 +127,6 @@ def test_a_module_drafts_trees_where_that_is_asked():
     [
         ((requested.FLAG, '{"calibrate": true}'), "calibrate=True is not supported on SGLang"),
         ((requested.FLAG, '{"draft_vocab_size": 9999}'), "an integer from 2 to 1535"),
-        (("--speculative-draft-model-path", "elsewhere"), "the target's own module drafts"),
         (
             ("--speculative-num-steps", "4", "--speculative-num-draft-tokens", "9"),
             "accepted: 5",
@@ -141,6 +140,12 @@ def test_what_no_module_can_be_is_one_line(words, says):
         mtp_reuse(*words)
     assert says in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+def test_another_checkpoints_module_is_refused():
+    """Catches a draft model that is loaded and never asked."""
+    with pytest.raises(ValueError, match="the target's own module drafts; remove it"):
+        mtp_reuse("--speculative-draft-model-path", str(build("tiny-llama")))
 
 
 def test_a_target_without_modules_is_refused(tmp_path):
