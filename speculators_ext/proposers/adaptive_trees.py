@@ -36,6 +36,8 @@ BINS = 9
 # A try verifies paths down to these bins by turns, the last time as chains: two sizes of trees tell
 # the price of a node from the price of having any.
 PROBE_BINS = 5, 1, 5
+# So many rows pay for their nodes together: their tries stay small, what pays is looked for later.
+MANY_ROWS, PROBE_BINS_MANY = 8, (2, 0, 2)
 # A cell is known once so many rows could have had nodes in it.
 KNOWN_ROWS = 8.0
 # Drafted steps between two looks beyond the cut, and between two while that is not known.
@@ -163,12 +165,13 @@ class TreeController(DepthController):
         if levels == 0:
             return TreeCut(0, 0)
         regime = self._regimes[bucket(num_rows)]
+        bins = PROBE_BINS if num_rows < MANY_ROWS else PROBE_BINS_MANY
         if regime.mode == "probe":
-            turn = regime.left % len(PROBE_BINS)
-            return TreeCut(levels, PROBE_BINS[turn], turn == len(PROBE_BINS) - 1)
+            turn = regime.left % len(bins)
+            return TreeCut(levels, bins[turn], turn == len(bins) - 1)
         gains = self._gains(regime)
         if gains is None:
-            return TreeCut(levels, PROBE_BINS[0])
+            return TreeCut(levels, bins[0])
         turn = regime.drafting_steps
         chain = bool(gains[1][levels - 1].max() >= gains[0][levels - 1].max())
         if turn % EXPLORE == 5:

@@ -163,6 +163,16 @@ def test_chains_where_branches_cost_too_much():
         assert sum(cut.chain for cut in run.cuts[-100:] if cut.levels) > 85
 
 
+def test_many_rows_are_tried_with_small_trees():
+    """Catches a try that makes sixteen requests wait for full trees of each other."""
+    run = Run(TreeController(DEPTH))
+    run.steps(14, Machine(0.1), 16)
+    tried = [cut for cut in run.cuts if cut.levels]
+    assert len(tried) >= 6
+    assert max(cut.bin for cut in tried) == 2
+    assert {cut.chain for cut in tried} == {False, True}
+
+
 def test_dear_nodes_make_small_trees():
     """Catches a floor that does not follow the price, down to trees of a few sure nodes."""
     means = []
