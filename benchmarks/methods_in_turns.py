@@ -1,9 +1,9 @@
 """How fast the methods are on SmolLM2 beside plain decoding and vLLM's own chains, in turns.
 
-All engines live in one process and answer the same prompts by turns, so many requests in flight all
-the time. The head has seen none of the prompts. Seconds are processor time of the engines' thread,
-which other work on the machine disturbs little. The first turn of a method holds the trials of
-`adaptive`, and what it learned counts in the later ones.
+All engines live in one process and answer the same prompts, a few prompts each before the next one
+does: a machine that drifts weighs on all alike. So many requests are in flight all the time. The
+head has seen none of the prompts. Seconds are processor time of the engines' thread. The first time
+through the prompts holds the trials of `adaptive`, and what it learned counts in the later ones.
 
     python benchmarks/methods_in_turns.py --json methods_in_turns.json
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections import deque
 from itertools import count
 from pathlib import Path  # noqa: TC003 - typer reads the annotation
 from typing import Annotated, Any
@@ -76,10 +77,14 @@ def compare(
     engines: dict[str, Any], prompts: list[str], requests: int, max_tokens: int, turns: int
 ) -> list[dict[str, Any]]:
     """A row each variant: its speed relative to plain in the first turn and after it."""
-    taken: dict[str, list[float]] = {name: [] for name in engines}
-    for _ in track(range(turns), f"{requests} in flight"):
-        for name, engine in engines.items():
-            taken[name].append(seconds(engine, prompts, max_tokens, requests))
+    names, size = deque(engines), 2 * requests
+    taken = {name: [0.0] * turns for name in names}
+    parts = [(turn, at) for turn in range(turns) for at in range(0, len(prompts), size)]
+    for turn, at in track(parts, f"{requests} in flight"):
+        for name in names:
+            part = prompts[at : at + size]
+            taken[name][turn] += seconds(engines[name], part, max_tokens, requests)
+        names.rotate()  # each follows another one
     plain = taken["plain"]
     return [
         {
