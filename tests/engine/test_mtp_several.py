@@ -17,7 +17,7 @@ CODE = [
     "def read(path):\n    with open(path) as file:\n        return file.",
     "class Stack:\n    def __init__(self):\n        self.",
     "import os\nimport sys\n\n\ndef main():\n    ",
-    "x",
+    "def f(x):\n    return x",
 ]
 K = 2
 pytestmark = pytest.mark.engine
@@ -110,10 +110,8 @@ def test_the_last_module_is_reused_beyond(
 
 
 def test_requests_that_come_and_go(make_mtp_reuse_twins: Any, target: dict[str, Any]) -> None:
-    """Catches a row that waits for the last owner of a slot, and prompts cut into chunks."""
-    options = {"num_speculative_tokens": 4}
-    small = {"max_num_batched_tokens": 128, "max_num_seqs": 6}
-    twins = make_mtp_reuse_twins(options, alike=target, **small)
+    """Catches a row that waits for the last owner of a slot, and prompts beside verifications."""
+    twins = make_mtp_reuse_twins({"num_speculative_tokens": 4}, alike=target, max_num_seqs=3)
     prompts = [CODE[i % 3] + "a = b\n" * (9 * (i % 5)) for i in range(12)]
     for start in (0, 5):
         params = [greedy(8 + 5 * (i % 4)) for i in range(len(prompts) - start)]
