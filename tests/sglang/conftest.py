@@ -31,7 +31,7 @@ else:
 # SGLang imports every model it knows at each start, which takes as long as all the rest of it.
 MODELS = {
     *("llama", "llama_eagle", "llama_eagle3", "mistral", "qwen2", "qwen3"),
-    *("mimo", "mimo_mtp", "deepseek_v2", "deepseek_nextn"),
+    *("mimo", "mimo_mtp"),
 }
 
 

@@ -67,11 +67,10 @@ SERVERS: dict[str, dict[str, Any]] = MAIN | {
         "method_config": {"adaptive": False, "draft_vocab_size": 512},
     },
     "mtp_reuse-retraction": MTP_REUSE | RETRACTION,
-    "mtp_reuse-latent": MTP_REUSE | {"model": "deepseek-v3-tiny-mtp"},
     "eagle2-eagle": EAGLE2 | {"speculative_draft_model_path": "tiny-llama-eagle"},
 }
 # Half a minute each; their parts are in others too.
-LONG = ("clasp-pages", "eagle2-pages", "eagle2-eagle", "mtp_reuse-retraction", "mtp_reuse-latent")
+LONG = ("clasp-pages", "eagle2-pages", "eagle2-eagle", "mtp_reuse-retraction")
 main = pytest.mark.parametrize("server", MAIN, indirect=True, scope="module")
 
 

@@ -158,6 +158,11 @@ def check_engine(name: str, server_args: Any) -> None:
                 f"--speculative-algorithm {name}: --{flag.replace('_', '-')}="
                 f"{getattr(server_args, flag)} is not supported; accepted: 1"
             )
+    if getattr(target_config(server_args), "kv_lora_rank", None):
+        raise ConfigError(
+            f"--speculative-algorithm {name}: SGLang's torch_native does not run latent attention "
+            "(MLA), with or without drafts; choose another target, or vLLM"
+        )
     backend = server_args.attention_backend
     if backend not in (None, "torch_native"):
         raise ConfigError(

@@ -56,17 +56,11 @@ def _inspect_head(server_args: Any) -> None:
 
     model, target = server_args.speculative_draft_model_path, target_config(server_args)
     where = "--speculative-draft-model-path"
-    try:
-        config = get_config(
-            model,
-            trust_remote_code=server_args.trust_remote_code,
-            revision=server_args.speculative_draft_model_revision,
-        )
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"{where}={model!r} cannot be read ({' '.join(str(error).split())[:120]}); accepted: "
-            "the folder or hub name of an EAGLE checkpoint; check the path"
-        ) from None
+    config = get_config(
+        model,
+        trust_remote_code=server_args.trust_remote_code,
+        revision=server_args.speculative_draft_model_revision,
+    )
     inspect_head(where, model, config.to_dict(), target.hidden_size, target.vocab_size)
     names = config.architectures or ()
     if not any("eagle" in name.lower() for name in names):
