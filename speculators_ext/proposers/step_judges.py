@@ -20,14 +20,14 @@ class OpenSteps(NamedTuple):
     What a judge does not ask for is not computed.
 
     Attributes:
-        count: n.
+        num_steps: n.
         logprobs: the target's log-probabilities of all their tokens, fp32 [m], in nats, and the
             step of each, int64 [m].
         digit_logits: the target's logits of the digits 0 to 9 behind the judging suffix,
             fp32 [n, 10].
     """
 
-    count: int
+    num_steps: int
     logprobs: Callable[[], tuple[torch.Tensor, torch.Tensor]]
     digit_logits: Callable[[], torch.Tensor]
 
@@ -47,7 +47,7 @@ class ExactJudge:
 
     def numbers(self, steps: OpenSteps) -> torch.Tensor:
         """Minus infinity for all."""
-        return torch.full((steps.count,), float("-inf"))
+        return torch.full((steps.num_steps,), float("-inf"))
 
 
 class LogprobJudge:
@@ -63,7 +63,7 @@ class LogprobJudge:
     def numbers(self, steps: OpenSteps) -> torch.Tensor:
         """The minimum over each step's tokens, in nats."""
         logprobs, owners = steps.logprobs()
-        start = logprobs.new_full((steps.count,), float("inf"))
+        start = logprobs.new_full((steps.num_steps,), float("inf"))
         least = start.scatter_reduce(0, owners, logprobs, "amin")
         if self._mean is None:
             return least

@@ -25,7 +25,7 @@ class TreeWorker(HeadWorker[TreeClock]):
     """
 
     def __init__(self, options: Any, *args: Any) -> None:
-        super().__init__(*args, options, TreeClock(options.depth, adaptive=options.adaptive))
+        super().__init__(options, TreeClock(options.depth, adaptive=options.adaptive), *args)
 
     @property
     def full_depth(self) -> int:

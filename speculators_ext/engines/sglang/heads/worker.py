@@ -41,22 +41,22 @@ class HeadWorker(BaseSpecWorker, Generic[ClockT]):
     """Drafts with a head; see the module's docstring for a round.
 
     Args:
+        options: the method's settings.
+        clock: the method's, of its unit of drafting.
         server_args: SGLang's.
         gpu_id: SGLang's.
         nccl_port: SGLang's.
         target_worker: runs the target.
-        options: the method's settings.
-        clock: the method's, of its unit of drafting.
     """
 
     def __init__(
         self,
+        options: Any,
+        clock: ClockT,
         server_args: Any,
         gpu_id: int,
         nccl_port: int,
         target_worker: Any,
-        options: Any,
-        clock: ClockT,
     ) -> None:
         super().__init__()
         self._target_worker = target_worker

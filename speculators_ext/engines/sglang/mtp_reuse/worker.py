@@ -119,7 +119,7 @@ class ChainReuseWorker(_ReuseWorker):
     def __init__(self, server_args: Any, gpu_id: int, nccl_port: int, target_worker: Any) -> None:
         options = mtp_reuse_settings(server_args)
         clock = ReuseClock(get_spec().speculative_num_steps, adaptive=options.adaptive)
-        super().__init__(server_args, gpu_id, nccl_port, target_worker, options, clock)
+        super().__init__(options, clock, server_args, gpu_id, nccl_port, target_worker)
         self._rule = StopRule(options.min_path_probability)
         self._given: dict[str, list[float]] = {}
         self._num_rows = 0
