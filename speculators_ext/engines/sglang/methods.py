@@ -30,11 +30,11 @@ def find_layer_obstacle(architectures: Sequence[str]) -> str | None:
     return f"{', '.join(architectures) or 'it'} is not among {', '.join(LAYERED_TARGETS)}"
 
 
-def find_target_obstacle(method: str, architectures: Sequence[str], config: Any) -> str | None:
+def find_target_obstacle(method: str, architectures: Sequence[str], hf_config: Any) -> str | None:
     """Why ``method`` cannot draft for a target on SGLang, as a clause; None when it can."""
     if method not in METHODS:
         return "SGLang does not have this method in this version"
     if method == "clasp":
         obstacle = find_layer_obstacle(architectures)
         return obstacle and f"layers of this target cannot be skipped on SGLang: {obstacle}"
-    return find_module_obstacle(architectures, config) if method == "mtp_reuse" else None
+    return find_module_obstacle(architectures, hf_config) if method == "mtp_reuse" else None
