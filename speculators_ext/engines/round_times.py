@@ -1,8 +1,14 @@
-"""What the parts of a drafting round take, on the host's clock, for either engine's clock."""
+"""What the parts of a drafting round take, for either engine's clock.
+
+On CPUs that is the thread's own time: it stands still while another program has the core, else
+drafting would stop where no more than the neighbour changed. What a step waits for other parts of
+the engine is in no thread's time; the least of the last waits is added for it.
+"""
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -15,9 +21,15 @@ __all__ = ["RoundTimes"]
 
 
 class RoundTimes:
-    """Seconds of one round: drafting, searching, and what is paid once; ``_clear`` starts anew."""
+    """Seconds of one round: drafting, searching, and what is paid once; ``_clear`` starts anew.
 
-    def __init__(self) -> None:
+    Args:
+        own_time: the thread's own time instead of what passes.
+    """
+
+    def __init__(self, *, own_time: bool = False) -> None:
+        self._own_time = own_time
+        self._waits: deque[float] = deque(maxlen=32)
         self._steady_extend = RunningMedian(9)
         self._clear()
 
@@ -28,7 +40,17 @@ class RoundTimes:
 
     def _now(self) -> float:
         """Seconds on the clock that the parts of a round are timed with."""
-        return time.perf_counter()
+        return time.thread_time() if self._own_time else time.perf_counter()
+
+    def _moment(self) -> tuple[float, float]:
+        """Now, in the time that passes and in that of the clock."""
+        return time.perf_counter(), self._now()
+
+    def _since(self, then: tuple[float, float]) -> float:
+        """Seconds since a moment, the thread's waiting as a steady machine has it."""
+        passed, own = time.perf_counter() - then[0], self._now() - then[1]
+        self._waits.append(max(0.0, passed - own))
+        return own + min(self._waits)
 
     @contextmanager
     def drafting(self, step: int) -> Iterator[None]:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from speculators_ext.engines import round_times
 from speculators_ext.engines.sglang.heads.attention import ExtendBackend, LevelBackend
 from speculators_ext.engines.sglang.heads.tree_clock import TreeClock
 from speculators_ext.engines.sglang.trees import common_width, tree_verify_input
@@ -134,9 +135,8 @@ def test_a_level_sees_its_prefix_and_its_ancestors():
 def test_the_clock_books_a_rounds_trees(monkeypatch):
     """Catches outcomes booked with another round's cut, and rows of requests that draft nothing."""
     now = [0.0]
-    monkeypatch.setattr(
-        "speculators_ext.engines.sglang.round_clock.time.perf_counter", lambda: now[0]
-    )
+    for clock in ("perf_counter", "thread_time"):
+        monkeypatch.setattr(round_times.time, clock, lambda: now[0])
     clock = TreeClock(2, adaptive=True)
     for _ in range(200):
         clock.begin(["a", "b"])

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from speculators_ext.engines import round_times
 from speculators_ext.engines.sglang.attention import PackedRowsBackend
 from speculators_ext.engines.sglang.chains import BonusInput, chain_verify_input
 from speculators_ext.engines.sglang.cpu import verify_attention
@@ -184,9 +185,8 @@ def test_packed_rows_see_the_prefix_and_themselves():
 def test_a_wait_for_other_requests_is_not_the_targets_step(monkeypatch):
     """Catches a prefill, or another batch, booked as the cost of verification."""
     now = [0.0]
-    monkeypatch.setattr(
-        "speculators_ext.engines.sglang.round_clock.time.perf_counter", lambda: now[0]
-    )
+    for clock in ("perf_counter", "thread_time"):
+        monkeypatch.setattr(round_times.time, clock, lambda: now[0])
     clock = RoundClock(4, 16, adaptive=True)
     seen = []
     monkeypatch.setattr(

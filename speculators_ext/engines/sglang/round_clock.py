@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING
 
 from speculators_ext.engines.round_times import RoundTimes
@@ -31,10 +30,10 @@ class RoundClock(RoundTimes):
     """
 
     def __init__(self, max_depth: int, refresh_interval: int, *, adaptive: bool) -> None:
-        super().__init__()
+        super().__init__(own_time=True)  # on CPUs only, so far
         self._max_depth = max_depth
         self._controller = DepthController(max_depth, refresh_interval) if adaptive else None
-        self._drafting_ended: float | None = None
+        self._drafting_ended: tuple[float, float] | None = None
         self._names: list[str] = []
         self._outcomes: list[RowOutcome] = []
 
@@ -45,7 +44,7 @@ class RoundClock(RoundTimes):
     def begin(self, names: Sequence[str]) -> None:
         """A round of these requests starts: what has passed since drafting was the target's."""
         if self._drafting_ended is not None and list(names) == self._names:
-            self._verify_seconds = time.perf_counter() - self._drafting_ended
+            self._verify_seconds = self._since(self._drafting_ended)
         self._names = list(names)
 
     def depth(self, num_rows: int) -> int:
@@ -62,7 +61,7 @@ class RoundClock(RoundTimes):
                 known = self._controller.estimates(num_rows)
                 logger.info("%s", known.describe(transition, num_rows))
         self._clear()
-        self._drafting_ended = time.perf_counter()
+        self._drafting_ended = self._moment()
 
     def _observe(self, controller: DepthController) -> tuple[Transition | None, int]:
         """Tell the controller what the rounds were like; and how many rows the last one had."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING
 
 from speculators_ext.engines.sglang.round_clock import RoundClock
+from speculators_ext.proposers.adaptive import DepthController
 from speculators_ext.proposers.estimates import RunningMedian
 from speculators_ext.proposers.mtp_reuse import Worth
 
@@ -25,13 +25,15 @@ class ReuseClock(RoundClock):
 
     def __init__(self, max_depth: int, *, adaptive: bool) -> None:
         super().__init__(max_depth, 1, adaptive=adaptive)
+        if adaptive:
+            self._controller = DepthController(max_depth, 1, lines=True)
         self._began = 0.0
         self._idle = RunningMedian(9)
 
     def begin(self, names: Sequence[str]) -> None:
         """A round starts."""
         super().begin(names)
-        self._began = time.perf_counter()
+        self._began = self._now()
 
     def end_drafting(self) -> None:
         """Drafting is over: what it took beside its parts is of drafting, if it drafted.
@@ -39,7 +41,7 @@ class ReuseClock(RoundClock):
         A round without drafts is looked at for what every round takes.
         """
         parts = self._draft_seconds + self._search_seconds + self._once_seconds
-        around = time.perf_counter() - self._began - parts
+        around = self._now() - self._began - parts
         if self._draft_steps:
             self._draft_seconds += max(0.0, around - (self._idle.value() or 0.0))
         else:
@@ -49,7 +51,8 @@ class ReuseClock(RoundClock):
     def plan(self, num_rows: int) -> tuple[int, Worth]:
         """The longest chain ``num_rows`` decoding rows may draft now, and what drafts are worth."""
         depth = self.depth(num_rows)
-        known = self._controller.estimates(num_rows) if self._controller and depth else None
-        if known is None or known.draft_step is None or known.verify_per_token is None:
+        prices = self._controller.prices(num_rows) if self._controller and depth else None
+        if prices is None:
             return depth, Worth()
-        return depth, Worth(known.draft_step, known.verify_per_token, max(1.0, known.gain))
+        draft_step, verify_token, gain = prices
+        return depth, Worth(draft_step, verify_token, max(1.0, gain))
