@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("vllm")
 
-from speculators_ext.engines.vllm import step_clock
+from speculators_ext.engines import round_times
 from speculators_ext.engines.vllm.trees.tree_clock import TreeClock
 from speculators_ext.proposers.head_rounds import Plan
 from speculators_ext.tree import DraftTree
@@ -38,7 +38,7 @@ class Machine:
         self.backlog = 0
         self.scheduled: DraftTree | None = None
         for clock in ("perf_counter", "thread_time"):
-            monkeypatch.setattr(step_clock.time, clock, lambda: self.now)
+            monkeypatch.setattr(round_times.time, clock, lambda: self.now)
 
     def step(self, accepted: int, *, unlikely: bool = False) -> Plan:
         """One verification that accepts so many levels, or an unlikely node; then drafting."""
@@ -108,7 +108,7 @@ def test_catching_up_is_no_price_of_a_round(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_batch_in_another_order_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches steps that go unmeasured: vLLM orders a batch by its drafts, which differ."""
     now = 0.0
-    monkeypatch.setattr(step_clock.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(round_times.time, "perf_counter", lambda: now)
     clock = TreeClock(4, adaptive=True)
     for order in (["one", "two"], ["two", "one"]):
         batch: Any = SimpleNamespace(

@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("vllm")
 
-from speculators_ext.engines.vllm import step_clock
+from speculators_ext.engines import round_times
 from speculators_ext.engines.vllm.mtp_reuse.clock import ReuseClock
 from speculators_ext.proposers.mtp_reuse import Worth
 
@@ -25,7 +25,7 @@ class Machine:
         self.clock = ReuseClock(4, adaptive=True, fixed_launches=False)
         self.now, self.around, self.drafted = 0.0, around, 0
         for clock in ("perf_counter", "thread_time"):
-            monkeypatch.setattr(step_clock.time, clock, lambda: self.now)
+            monkeypatch.setattr(round_times.time, clock, lambda: self.now)
 
     def step(self) -> tuple[int, Worth]:
         self.now += PLAIN + TOKEN * self.drafted

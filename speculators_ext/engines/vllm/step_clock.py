@@ -1,14 +1,7 @@
-"""Times a round and feeds the depth controller, so that drafting stays worth its cost.
-
-On CPUs the clock is the thread's own time: it stands still while another program has the core, else
-drafting would stop where no more than the neighbour changed. What a step waits for other parts of
-the engine is in no thread's time; the least of the last waits is added for it.
-"""
+"""Times a round and feeds the depth controller, so that drafting stays worth its cost."""
 
 from __future__ import annotations
 
-import time
-from collections import deque
 from typing import TYPE_CHECKING
 
 from vllm.platforms import current_platform
@@ -42,27 +35,16 @@ class StepClock(RoundTimes):
     def __init__(
         self, max_depth: int, refresh_interval: int, *, adaptive: bool, fixed_launches: bool
     ) -> None:
-        super().__init__()
+        super().__init__(own_time=current_platform.is_cpu())
         self._max_depth = max_depth
         self._controller = (
             DepthController(max_depth, refresh_interval, fixed_launches=fixed_launches)
             if adaptive
             else None
         )
-        self._own_time = current_platform.is_cpu()
         self._ended: tuple[float, float] | None = None
-        self._waits: deque[float] = deque(maxlen=32)
         self._batch: set[str] = set()
         self._caps: dict[str, int] = {}
-
-    def _now(self) -> float:
-        return time.thread_time() if self._own_time else time.perf_counter()
-
-    def _since(self, then: tuple[float, float]) -> float:
-        """Seconds since a moment in both times, the thread's waiting as a steady machine has it."""
-        passed, own = time.perf_counter() - then[0], self._now() - then[1]
-        self._waits.append(max(0.0, passed - own))
-        return own + min(self._waits)
 
     def depth(self, num_rows: int) -> int:
         """How many tokens to draft at most in this round, for ``num_rows`` rows that could."""
@@ -99,7 +81,7 @@ class StepClock(RoundTimes):
             logger.info("%s", known.describe(transition, num_rows))
         self._caps = dict(zip(input_batch.req_ids, caps, strict=False))
         self._clear()
-        self._ended = time.perf_counter(), self._now()
+        self._ended = self._moment()
 
     def _observe(
         self, controller: DepthController, input_batch: InputBatch, sampled: list[int]
