@@ -178,3 +178,11 @@ def _check_step(
         and tail in (None, numbers[-2])
     )
     return sound, int(tail or result)
+
+
+def read_problem(text: str) -> Problem:
+    """The problem that a prompt states."""
+    *parts, last = text.strip().split(" ; ")
+    signed = [part.split()[1] for part in parts]
+    operations = [Operation("plus" if s[0] == "+" else "minus", int(s[1:])) for s in signed]
+    return Problem(int(last.removeprefix("start ")), tuple(operations))

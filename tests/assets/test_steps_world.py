@@ -19,9 +19,9 @@ from speculators_ext.assets.steps_world import (
     check,
     draw_problem,
     is_sound,
+    read_problem,
     write_step,
 )
-from speculators_ext.assets.tiny_steps import read_problem
 
 PROBLEM = Problem(47, (Operation("plus", 8), Operation("minus", 9)))
 RIGHT = "then b : 47 plus 8 gives 55\nthen c : take 9 from 55 makes 46 , so 46\nanswer 46\n"
