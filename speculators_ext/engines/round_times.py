@@ -17,6 +17,8 @@ from speculators_ext.proposers.estimates import RunningMedian
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from speculators_ext.proposers.adaptive import DepthController
+
 __all__ = ["RoundTimes"]
 
 
@@ -26,6 +28,9 @@ class RoundTimes:
     Args:
         own_time: the thread's own time instead of what passes.
     """
+
+    _max_depth: int
+    _controller: DepthController | None
 
     def __init__(self, *, own_time: bool = False) -> None:
         self._own_time = own_time
@@ -37,6 +42,12 @@ class RoundTimes:
         self._verify_seconds: float | None = None
         self._draft_seconds = self._search_seconds = self._once_seconds = 0.0
         self._draft_steps = 0
+
+    def depth(self, num_rows: int) -> int:
+        """How many tokens to draft at most in this round, for ``num_rows`` rows that could."""
+        if self._controller is None:
+            return self._max_depth
+        return self._controller.depth(num_rows) if num_rows else 0
 
     def _now(self) -> float:
         """Seconds on the clock that the parts of a round are timed with."""

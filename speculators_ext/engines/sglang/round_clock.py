@@ -47,12 +47,6 @@ class RoundClock(RoundTimes):
             self._verify_seconds = self._since(self._drafting_ended)
         self._names = list(names)
 
-    def depth(self, num_rows: int) -> int:
-        """How many tokens to draft at most in this round, for ``num_rows`` rows that could."""
-        if self._controller is None:
-            return self._max_depth
-        return self._controller.depth(num_rows) if num_rows else 0
-
     def end_drafting(self) -> None:
         """Book the round before this one, and this one's drafting."""
         if self._controller is not None:

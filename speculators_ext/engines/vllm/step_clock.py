@@ -46,12 +46,6 @@ class StepClock(RoundTimes):
         self._batch: set[str] = set()
         self._caps: dict[str, int] = {}
 
-    def depth(self, num_rows: int) -> int:
-        """How many tokens to draft at most in this round, for ``num_rows`` rows that could."""
-        if self._controller is None:
-            return self._max_depth
-        return self._controller.depth(num_rows) if num_rows else 0
-
     def begin(self, input_batch: InputBatch) -> None:
         """A round starts: what has passed since the last one was the target's."""
         if self._controller is None:
