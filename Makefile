@@ -34,7 +34,7 @@ PACKAGE := $(shell find speculators_ext kernels model_configs -not -path '*__pyc
 BENCHMARKS := $(patsubst benchmarks/%.py,out/%.json,$(wildcard benchmarks/*.py))
 TESTS := $(shell find tests benchmarks -not -path '*__pycache__*' -not -name '.*' 2>/dev/null)
 
-.PHONY: help venv venv-sglang demo demo-sglang test test-fast test-engine test-sglang test-full test-full-sglang check bench bench-serve bench-serve-sglang style clean
+.PHONY: help venv venv-sglang demo demo-sglang test test-fast test-engine test-sglang test-sglang-smoke test-full test-full-sglang check bench bench-serve bench-serve-sglang bench-engines style clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -90,10 +90,15 @@ $(STAMPS)/demo: $(INSTALLED) $(PACKAGE)
 	  cat out/demo/table.txt; exit 1; }
 	@touch $@
 
-demo-sglang: $(SGLANG_INSTALLED) ## the same table on SGLang, on a machine without a GPU
-	@mkdir -p out/demo-sglang
+demo-sglang: $(STAMPS)/demo-sglang ## the same table on SGLang, on a machine without a GPU
+	@cat out/demo-sglang/table.txt
+
+$(STAMPS)/demo-sglang: $(SGLANG_INSTALLED) $(PACKAGE)
+	@mkdir -p $(STAMPS) out/demo-sglang
 	@COLUMNS=$$(tput cols 2>/dev/null || echo 100) $(SGLANG_BIN)/speculators-ext demo \
-	  --engine sglang --out out/demo-sglang
+	  --engine sglang --out out/demo-sglang > out/demo-sglang/table.txt || { \
+	  cat out/demo-sglang/table.txt; exit 1; }
+	@touch $@
 
 test: $(STAMPS)/test ## every test but the long proofs (at most 25 minutes on 2 cores)
 
@@ -114,6 +119,10 @@ test-engine: $(INSTALLED) ## the tests against a real engine
 
 test-sglang: $(SGLANG_INSTALLED) ## the tests of the SGLang adapter, in .venv-sglang
 	$(SGLANG_BIN)/pytest -q -m 'not full' tests/sglang --durations=10
+
+test-sglang-smoke: $(SGLANG_INSTALLED) ## those that start no engine, and each algorithm in one
+	OMP_NUM_THREADS=1 $(SGLANG_BIN)/pytest -q -m 'not full and (not engine or smoke)' tests/sglang \
+	  --durations=10
 
 test-full: $(INSTALLED) ## the long proofs (hours; not in CI)
 	$(BIN)/pytest -v -m full --timeout 0
@@ -162,18 +171,35 @@ out/bench.json: $(INSTALLED) $(PACKAGE)
 	  --concurrency 1,4,16 --num-prompts 16 --max-tokens 64 --dtype bfloat16 \
 	  --json $@ --chart out/bench.png
 
-# The same prompts on SGLang, and its own chain and tree with the same head.
-bench-serve-sglang: out/bench-sglang.json ## the same on SGLang; `bench table` prints both as one
+# SGLang's own chains and tree beside ours, with one head; both trees of one shape.
+SGLANG_TREES := "model":"$(HEAD)","num_speculative_tokens":8
+
+bench-serve-sglang: out/bench-sglang.json ## `eagle2` beside SGLang's own drafts of the same head
 
 out/bench-sglang.json: $(SGLANG_INSTALLED) $(PACKAGE)
 	@mkdir -p out
 	$(SGLANG_BIN)/speculators-ext bench serve --engine sglang --model smollm2-135m-instruct \
-	  --methods plain,clasp \
+	  --methods plain \
 	  --variant 'eagle3, 2={"method":"eagle3","model":"$(HEAD)","num_speculative_tokens":2}' \
-	  --variant 'eagle3, tree={"method":"eagle3","model":"$(HEAD)","num_speculative_tokens":8,"depth":2,"topk":6}' \
-	  --variant 'eagle2={$(TREES),"method_config":{"depth":2,"topk":6}}' \
-	  --variant 'eagle2, adaptive off={$(TREES),"method_config":{"depth":2,"topk":6,"adaptive":false}}' \
-	  --concurrency 1,4,16 --num-prompts 16 --max-tokens 64 --dtype bfloat16 --json $@
+	  --variant 'eagle3, adaptive={"method":"eagle3","model":"$(HEAD)","num_speculative_tokens":3,"adaptive":true}' \
+	  --variant 'eagle3, tree={"method":"eagle3",$(SGLANG_TREES),"depth":2,"topk":8}' \
+	  --variant 'eagle2={"method":"eagle2",$(SGLANG_TREES)}' \
+	  --variant 'eagle2, adaptive off={"method":"eagle2",$(SGLANG_TREES),"method_config":{"adaptive":false}}' \
+	  --concurrency 1,4 --num-prompts 12 --max-tokens 48 --dtype bfloat16 --json $@
+
+bench-engines: $(STAMPS)/demo $(STAMPS)/demo-sglang out/mimo-vllm.json ## both engines in one table
+	@$(BIN)/speculators-ext bench table out/demo/result.json out/demo-sglang/result.json
+	@$(BIN)/speculators-ext bench table out/mimo-vllm.json out/demo-sglang/mtp/result.json
+
+# What the demo on SGLang serves with `mtp_reuse`, on vLLM.
+out/mimo-vllm.json: $(INSTALLED) $(PACKAGE)
+	@mkdir -p out
+	$(BIN)/speculators-ext bench serve --model mimo-tiny-mtp --methods plain \
+	  --prompts speculators_ext/assets/tiny_mtp/prompts.jsonl --num-prompts 8 \
+	  --variant 'mtp, built in={"method":"mtp","num_speculative_tokens":2}' \
+	  --variant 'mtp_reuse={"method":"mtp_reuse","num_speculative_tokens":8}' \
+	  --variant 'mtp_reuse, adaptive off={"method":"mtp_reuse","num_speculative_tokens":2,"method_config":{"adaptive":false}}' \
+	  --concurrency 1,4 --max-tokens 64 --dtype float32 --extra-args '--max-model-len 2048' --json $@
 
 style: $(INSTALLED) ## format, and mend what ruff can mend
 	$(BIN)/ruff check --fix --quiet . || true

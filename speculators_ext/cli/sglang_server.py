@@ -18,7 +18,14 @@ __all__ = ["sglang_command", "sglang_environment", "speculative_flags"]
 # Methods of SGLang's own, by the name vLLM has for them.
 _BUILT_IN = {"eagle": "EAGLE", "eagle3": "EAGLE3", "mtp": "NEXTN"}
 _TREE_KEYS = {"depth": "--speculative-num-steps", "topk": "--speculative-eagle-topk"}
-_CONFIG_KEYS = ("method", "model", "num_speculative_tokens", "method_config", *_TREE_KEYS)
+_CONFIG_KEYS = (
+    "method",
+    "model",
+    "num_speculative_tokens",
+    "method_config",
+    "adaptive",
+    *_TREE_KEYS,
+)
 
 
 def sglang_command(
@@ -50,7 +57,8 @@ def speculative_flags(config: dict[str, Any]) -> list[str]:
     """SGLang's flags for a speculative config as vLLM takes it.
 
     `num_speculative_tokens` is the length of a chain or the nodes of a tree. `eagle` and `eagle3`,
-    SGLang's own, draft trees with the keys `depth` and `topk` beside it.
+    SGLang's own, draft trees with the keys `depth` and `topk` beside it; with `adaptive` the length
+    of their chains follows acceptance.
 
     Raises:
         CliError: a method or a key that SGLang has nothing for.
@@ -75,6 +83,8 @@ def speculative_flags(config: dict[str, Any]) -> list[str]:
     for key, flag in _TREE_KEYS.items():
         if key in config:
             flags += [flag, str(config[key])]
+    if config.get("adaptive"):
+        flags += ["--speculative-adaptive"]
     if settings:
         flags += ["--speculative-method-config", json.dumps(settings)]
     return flags

@@ -43,6 +43,12 @@ from speculators_ext.cli.sglang_server import sglang_command, speculative_flags
             "--speculative-num-draft-tokens 9 --speculative-num-steps 2 --speculative-eagle-topk 6",
         ),
         (
+            {"method": "eagle", "model": "h", "num_speculative_tokens": 3, "adaptive": True},
+            "--speculative-algorithm EAGLE --speculative-draft-model-path h "
+            "--speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4 "
+            "--speculative-adaptive",
+        ),
+        (
             {"method": "mtp", "num_speculative_tokens": 1},
             "--speculative-algorithm NEXTN --speculative-num-steps 1 --speculative-eagle-topk 1 "
             "--speculative-num-draft-tokens 2",

@@ -28,6 +28,11 @@ else:
     # SGLang's own kernels, which ours are compared with, run in the interpreter.
     os.environ["TRITON_INTERPRET"] = "1"
 
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "smoke: the engines that every run starts")
+
+
 # SGLang imports every model it knows at each start, which takes as long as all the rest of it.
 MODELS = {
     *("llama", "llama_eagle", "llama_eagle3", "mistral", "qwen2", "qwen3"),

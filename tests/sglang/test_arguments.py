@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from pathlib import Path
 
 import pytest
 from sglang.srt.arg_groups.overrides import resolving_view
@@ -25,10 +26,11 @@ def no_settings(monkeypatch):
     monkeypatch.setenv(requested.ENVIRONMENT, "")
 
 
-def resolve(*words: str, model: str = "tiny-llama"):
+def resolve(*words: str, model: str | Path = "tiny-llama"):
     parser = argparse.ArgumentParser()
     ServerArgs.add_cli_args(parser)
-    shared = ["--model-path", str(build(model)), "--device", "cpu"]
+    folder = model if isinstance(model, Path) else build(model)
+    shared = ["--model-path", str(folder), "--device", "cpu"]
     shared += ["--attention-backend", "torch_native", "--speculative-algorithm", "clasp"]
     args = ServerArgs.from_cli_args(parser.parse_args([*shared, *words]))
     args.resolve_once()
@@ -85,6 +87,9 @@ def test_settings_come_from_the_flag_and_from_the_environment(monkeypatch):
         (("--speculative-eagle-topk", "4"), "--speculative-eagle-topk=4"),
         (("--tp-size", "2"), "--tp-size=2"),
         (("--enable-mixed-chunk",), "--enable-mixed-chunk"),
+        (("--enable-return-hidden-states",), "--enable-return-hidden-states"),
+        (("--disaggregation-mode", "decode"), "--disaggregation-mode=decode"),
+        (("--speculative-accept-threshold-acc", "0.5"), "--speculative-accept-threshold-acc=0.5"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
@@ -100,6 +105,23 @@ def test_a_target_whose_layers_cannot_be_skipped_is_refused():
     """Catches a model that is served with layers in the wrong places."""
     with pytest.raises(ValueError, match="Phi3ForCausalLM is not among LlamaForCausalLM"):
         resolve(model="tiny-phi3")
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"layer_types": ["linear_attention", "full_attention"] * 4}, "linear_attention"),
+        ({"vision_config": {"hidden_size": 8}}, "nothing but text"),
+        ({"is_hybrid_swa": True}, "a second cache"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_target_of_another_kind_of_cache_is_refused(tmp_path, changes, says):
+    """Catches drafts verified on a state that cannot be rolled back, or in the wrong cache."""
+    config = json.loads((build("tiny-llama") / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(ValueError, match=says):
+        resolve(model=tmp_path)
 
 
 def test_a_gpu_host_is_refused(monkeypatch):

@@ -70,13 +70,16 @@ SERVERS: dict[str, dict[str, Any]] = MAIN | {
     "eagle2-eagle": EAGLE2 | {"speculative_draft_model_path": "tiny-llama-eagle"},
 }
 # Half a minute each; their parts are in others too.
-LONG = ("clasp-pages", "eagle2-pages", "eagle2-eagle", "mtp_reuse-retraction")
+LONG = ("clasp-pages", "eagle2-pages", "eagle2-eagle")
+# Pages, chunked prefill, overlap and retractions at once, so the few that every run starts.
+SMOKE = tuple(f"{method}-retraction" for method in MAIN)
 main = pytest.mark.parametrize("server", MAIN, indirect=True, scope="module")
 
 
 def some(names, long=LONG):
     """As parameters; those in ``long`` are for the long proofs."""
-    return [pytest.param(n, marks=pytest.mark.full if n in long else ()) for n in names]
+    marks = {**dict.fromkeys(long, pytest.mark.full), **dict.fromkeys(SMOKE, pytest.mark.smoke)}
+    return [pytest.param(name, marks=marks.get(name, ())) for name in names]
 
 
 @pytest.fixture(scope="module", params=some(SERVERS))
@@ -141,6 +144,11 @@ def test_greedy_text_is_plain_decodings(engines, server):
     rounds = sum(answer["meta_info"]["spec_verify_ct"] for answer in answers)
     tokens = sum(answer["meta_info"]["completion_tokens"] for answer in answers)
     assert rounds < 0.9 * tokens  # drafts are accepted, or this compares plain with plain
+    assert server not in SMOKE or retractions(answers) > 0
+
+
+def retractions(answers) -> int:
+    return sum(answer["meta_info"]["num_retractions"] for answer in answers)
 
 
 def test_text_behind_a_cached_prefix(engines, server):
@@ -178,11 +186,15 @@ def test_slots_return_after_200_requests(engines, method):
     prompts = some_prompts(40, seed=11)
     plain, margins = plain_and_margins(engines, prompts, GREEDY, target(server))
     engine = ours(engines, server)
-    before = engine.do("used_tokens")
+    before, aborted, retracted = engine.do("used_tokens"), 0, 0
     for after in (0.3, 0.6, 0.9):
-        engine.do("abort", prompts=some_prompts(40, seed=12), params=GREEDY, after=after)
-        assert_same_text(engine.generate(prompts, GREEDY), plain, margins)
+        others = some_prompts(40, seed=12)
+        aborted += engine.do("abort", prompts=others, params=GREEDY, after=after)
+        answers = engine.generate(prompts, GREEDY)
+        assert_same_text(answers, plain, margins)
+        retracted += retractions(answers)
     assert engine.do("used_tokens") == before
+    assert min(aborted, retracted) > 20
 
 
 def reserved(server: str) -> int:

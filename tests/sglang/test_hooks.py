@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from collections import defaultdict
 
 import pytest
+from sglang.srt.plugins.hook_registry import HookRegistry
 
-from speculators_ext.engines.sglang import hooks, plugin
+from speculators_ext.engines.sglang import algorithm, hooks, plugin
 from speculators_ext.engines.source_probe import Expectation
 
 
@@ -46,15 +46,10 @@ def test_registering_never_raises(monkeypatch, caplog):
     assert "unavailable" in caplog.text
 
 
-def test_without_an_algorithm_of_ours_attention_is_sglangs():
+def test_a_gpu_host_has_our_flag_and_no_hook_more(monkeypatch):
     """Catches hooks that act on plain decoding: a GPU host must not even have them."""
-    code = (
-        "from speculators_ext.engines.sglang import hooks\n"
-        "hooks.find_gpu = lambda: 'an NVIDIA GPU'\n"
-        "hooks.install()\n"
-        "from sglang.srt.plugins.hook_registry import HookRegistry\n"
-        "print(*HookRegistry._hooks)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["sglang.srt.server_args.ServerArgs.add_cli_args"]
+    monkeypatch.setattr(hooks, "find_gpu", lambda: "an NVIDIA GPU")
+    monkeypatch.setattr(algorithm, "register_algorithms", lambda: None)
+    monkeypatch.setattr(HookRegistry, "_hooks", defaultdict(list))
+    hooks.install()
+    assert list(HookRegistry._hooks) == ["sglang.srt.server_args.ServerArgs.add_cli_args"]

@@ -71,6 +71,8 @@ _EXPECTED = (
     Expectation(f"{_SRT}.model_executor.forward_context", "ForwardContext"),
     Expectation(f"{_SRT}.runtime_context", "get_spec"),
     Expectation(f"{_SRT}.utils.hf_transformers.config", "get_config"),
+    Expectation(f"{_SRT}.configs.model_config", "is_hybrid_swa_model",
+                ("model_architectures", "hf_text_config")),
 )  # fmt: skip
 
 

@@ -158,10 +158,10 @@ def check_engine(name: str, server_args: Any) -> None:
                 f"--speculative-algorithm {name}: --{flag.replace('_', '-')}="
                 f"{getattr(server_args, flag)} is not supported; accepted: 1"
             )
-    if getattr(target_config(server_args), "kv_lora_rank", None):
+    obstacle = _cache_obstacle(target_config(server_args))
+    if obstacle is not None:
         raise ConfigError(
-            f"--speculative-algorithm {name}: SGLang's torch_native does not run latent attention "
-            "(MLA), with or without drafts; choose another target, or vLLM"
+            f"--speculative-algorithm {name}: {obstacle}; choose another target, or vLLM"
         )
     backend = server_args.attention_backend
     if backend not in (None, "torch_native"):
@@ -170,11 +170,36 @@ def check_engine(name: str, server_args: Any) -> None:
         )
 
 
+def _cache_obstacle(config: Any) -> str | None:
+    """Why a target's cache or positions are not those we draft and verify on; None: they are."""
+    from sglang.srt.configs.model_config import is_hybrid_swa_model
+
+    if getattr(config, "kv_lora_rank", None):
+        return "SGLang's torch_native does not run latent attention (MLA), with or without drafts"
+    text = config.get_text_config()
+    kinds = set(getattr(text, "layer_types", None) or ())
+    recurrent = sorted(kinds - {"full_attention", "sliding_attention"})
+    if recurrent:
+        return f"a recurrent state ({', '.join(recurrent)}) has no branches"
+    if getattr(config, "vision_config", None) or getattr(config, "audio_config", None):
+        return "only targets that read nothing but text are supported"
+    if is_hybrid_swa_model(list(config.architectures or ()), text):
+        return "a second cache for sliding layers is not supported"
+    return None
+
+
 _REFUSED = (
     ("speculative_use_rejection_sampling", "its acceptance is lossless already"),
     ("enable_lora", "draft batches would need an adapter mapping of their own"),
     ("enable_mixed_chunk", "a mixed step carries no drafts"),
     ("enable_two_batch_overlap", "drafts are not split"),
+    ("enable_return_hidden_states", "those of drafts are not told apart"),
+)
+# What these stand at is accepted, and nothing else.
+_FIXED = (
+    ("disaggregation_mode", "null", "drafts are not sent to another server"),
+    ("speculative_accept_threshold_single", 1.0, "acceptance is exact"),
+    ("speculative_accept_threshold_acc", 1.0, "acceptance is exact"),
 )
 
 
@@ -185,4 +210,11 @@ def refuse_flags(name: str, server_args: Any, *more: tuple[str, str]) -> None:
             raise ConfigError(
                 f"--speculative-algorithm {name}: --{argument.replace('_', '-')} is not supported, "
                 f"{reason}; remove it"
+            )
+    for argument, value, reason in _FIXED:
+        given = getattr(server_args, argument)
+        if given != value:
+            raise ConfigError(
+                f"--speculative-algorithm {name}: --{argument.replace('_', '-')}={given} is not "
+                f"supported, {reason}; accepted: {value}; leave it out"
             )
