@@ -102,16 +102,19 @@ $(STAMPS)/demo-sglang: $(SGLANG_INSTALLED) $(PACKAGE)
 
 test: $(STAMPS)/test ## every test but the long proofs, on both engines (at most 40 minutes on 2 cores)
 
-# vLLM's engines live in one process and leave a core to SGLang's, whose output comes at the end.
+# vLLM's engines live in one process, which leaves a core to all other tests; their output comes
+# at the end.
 $(STAMPS)/test: $(INSTALLED) $(SGLANG_INSTALLED) $(PACKAGE) $(TESTS) README.md Makefile
 	@mkdir -p $(STAMPS) out
-	@failed=0; \
-	$(MAKE) --no-print-directory test-fast || failed=1; \
-	$(MAKE) --no-print-directory test-sglang-smoke >out/test-sglang.txt 2>&1 & sglang=$$!; \
+	@( other=0; \
+	  $(MAKE) --no-print-directory test-fast JOBS=1 || other=1; \
+	  $(MAKE) --no-print-directory test-sglang-smoke || other=1; \
+	  exit $$other ) >out/test-other.txt 2>&1 & other=$$!; \
+	failed=0; \
 	$(MAKE) --no-print-directory test-engine || failed=1; \
-	echo "Waiting for SGLang's tests (out/test-sglang.txt)"; \
-	wait $$sglang || failed=1; \
-	cat out/test-sglang.txt; \
+	echo "Waiting for the tests without an engine and SGLang's: out/test-other.txt"; \
+	wait $$other || failed=1; \
+	cat out/test-other.txt; \
 	exit $$failed
 	@touch $@
 
