@@ -20,6 +20,7 @@ from speculators_ext.method_configs import (
     Eagle2Config,
     MethodConfig,
     MtpReuseConfig,
+    ReasoningStepConfig,
     TargetInfo,
 )
 from speculators_ext.registry import Registry, near_miss
@@ -33,6 +34,7 @@ __all__ = [
     "Method",
     "MethodConfig",
     "MtpReuseConfig",
+    "ReasoningStepConfig",
     "RequestOptions",
     "TargetInfo",
     "describe_schema",
@@ -100,6 +102,18 @@ METHODS.add(
         lossless=True,
         summary="the target's own MTP module drafts, reused for as many steps as pay",
         needs="a target whose checkpoint has the weights of an MTP module",
+    ),
+)
+METHODS.add(
+    "reasoning_step",
+    Method(
+        name="reasoning_step",
+        config_model=ReasoningStepConfig,
+        rides="draft_model",
+        lossless=False,
+        summary="a small model writes whole reasoning steps, which the target judges",
+        needs="a smaller model with the target's tokenizer, and your word that lossy is fine",
+        drafts_alone=False,
     ),
 )
 

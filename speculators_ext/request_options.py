@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,8 @@ if TYPE_CHECKING:
 PREFIX = "speculators_ext_"
 ENABLED = f"{PREFIX}enabled"
 MAX_DRAFTS = f"{PREFIX}max_drafts"
-_KEYS = (ENABLED, MAX_DRAFTS)
+THRESHOLD = f"{PREFIX}threshold"
+_KEYS = (ENABLED, MAX_DRAFTS, THRESHOLD)
 _SWITCH = {"0": False, "false": False, "1": True, "true": True}
 
 
@@ -25,10 +27,12 @@ class RequestOptions:
     Attributes:
         enabled: False turns drafting off for this request.
         max_drafts: most drafts a step, None for the server's number.
+        threshold: from where on a judge lets a reasoning step pass, None for the server's.
     """
 
     enabled: bool = True
     max_drafts: int | None = None
+    threshold: float | None = None
 
     def limit(self, num_speculative_tokens: int) -> int:
         """Return the most drafts a step for this request, 0 when it is switched off."""
@@ -60,6 +64,7 @@ class RequestOptions:
         return cls(
             enabled=_switch(args[ENABLED], where) if ENABLED in args else True,
             max_drafts=_count(args[MAX_DRAFTS], where) if MAX_DRAFTS in args else None,
+            threshold=_number(args[THRESHOLD], where) if THRESHOLD in args else None,
         )
 
 
@@ -78,4 +83,17 @@ def _count(value: object, where: str) -> int:
         return int(value)
     raise ConfigError(
         f"{where}: {MAX_DRAFTS}={value!r} is not valid; accepted: an integer >= 0; correct it"
+    )
+
+
+def _number(value: object, where: str) -> float:
+    if isinstance(value, int | float | str) and not isinstance(value, bool):
+        try:
+            number = float(value)
+        except ValueError:
+            number = math.nan
+        if math.isfinite(number):
+            return number
+    raise ConfigError(
+        f"{where}: {THRESHOLD}={value!r} is not valid; accepted: a finite number; correct it"
     )

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 from speculators_ext.cli.common import need
+from speculators_ext.proposers.reasoning_step import METRIC_PREFIX
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -29,12 +30,14 @@ class SpecCounters:
             from round to round, and 0 stands for it.
         accepted: draft tokens accepted.
         accepted_at: draft tokens accepted, by position in the draft.
+        steps: what `reasoning_step` counted, by the names of `StepCounters`; empty without it.
     """
 
     drafts: int = 0
     drafted: int = 0
     accepted: int = 0
     accepted_at: tuple[int, ...] = ()
+    steps: Mapping[str, float] = field(default_factory=dict)
 
     def __sub__(self, before: SpecCounters) -> SpecCounters:
         """What happened between `before` and this reading."""
@@ -44,6 +47,7 @@ class SpecCounters:
             self.drafted - before.drafted,
             self.accepted - before.accepted,
             tuple(now - then for now, then in zip(self.accepted_at, old, strict=True)),
+            {name: now - before.steps.get(name, 0.0) for name, now in self.steps.items()},
         )
 
     def __add__(self, other: SpecCounters) -> SpecCounters:
@@ -54,6 +58,10 @@ class SpecCounters:
             self.drafted + other.drafted,
             self.accepted + other.accepted,
             tuple(map(sum, pairs)),
+            {
+                name: self.steps.get(name, 0.0) + other.steps.get(name, 0.0)
+                for name in (*self.steps, *other.steps)
+            },
         )
 
     @property
@@ -74,18 +82,23 @@ def parse_metrics(page: str) -> SpecCounters:
     parser = need("prometheus_client.parser", "bench")
     totals: Counter[str] = Counter()
     positions: Counter[int] = Counter()
+    steps: dict[str, float] = {}
     for family in parser.text_string_to_metric_families(page):
         for sample in family.samples:
             if sample.name == ACCEPTED_AT:
                 positions[int(sample.labels["position"])] += int(sample.value)
             elif sample.name in (DRAFTS, DRAFTED, ACCEPTED):
                 totals[sample.name] += int(sample.value)
+            elif sample.name.startswith(METRIC_PREFIX):
+                name = sample.name.removeprefix(METRIC_PREFIX).removesuffix("_total")
+                steps[name] = sample.value
     width = max(positions, default=-1) + 1
     return SpecCounters(
         totals[DRAFTS],
         totals[DRAFTED],
         totals[ACCEPTED],
         tuple(positions[index] for index in range(width)),
+        steps,
     )
 
 

@@ -48,6 +48,7 @@ class Row:
         num_draft_tokens: tokens drafted in these steps.
         output_tokens: tokens of all answers.
         seconds: wall time of the pass.
+        steps: what `reasoning_step` counted in it, None with other methods.
     """
 
     engine: str
@@ -62,6 +63,7 @@ class Row:
     num_draft_tokens: int
     output_tokens: int
     seconds: float
+    steps: dict[str, float] | None = None
 
     @property
     def is_plain(self) -> bool:
@@ -100,4 +102,5 @@ def _row(measured: Measurement, plain: Measurement | None) -> Row:
         num_draft_tokens=measured.counters.drafted,
         output_tokens=measured.output_tokens,
         seconds=measured.seconds,
+        steps=dict(measured.counters.steps) or None,
     )

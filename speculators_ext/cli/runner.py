@@ -11,6 +11,7 @@ from speculators_ext.cli.load import Answer, Driver, served_model
 from speculators_ext.cli.rows import Measurement
 from speculators_ext.cli.server import free_port, running_server, vllm_command
 from speculators_ext.cli.sglang_server import sglang_command, sglang_environment
+from speculators_ext.proposers.reasoning_step import describe_counts
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -123,6 +124,9 @@ def _pass(
     progress.console.print(
         f"{label}: {measured.output_tokens / seconds:.1f} tok/s", highlight=False, soft_wrap=True
     )
+    if counters.steps:
+        line = f"{label}: {describe_counts(counters.steps)}"
+        progress.console.print(line, highlight=False, soft_wrap=True)
     return measured
 
 

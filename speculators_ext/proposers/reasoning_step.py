@@ -15,9 +15,33 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
-__all__ = ["DraftedStep", "Span", "StepCounters", "StepRules", "StepSplitter", "StepTracker"]
+__all__ = [
+    "COUNTER_MEANINGS",
+    "METRIC_PREFIX",
+    "DraftedStep",
+    "Span",
+    "StepCounters",
+    "StepRules",
+    "StepSplitter",
+    "StepTracker",
+    "describe_counts",
+]
+
+METRIC_PREFIX = "speculators_ext:reasoning_step_"
+COUNTER_MEANINGS = {
+    "drafted": "Complete steps that were verified.",
+    "agreed": "Complete steps that were the target's own choice to the last token.",
+    "judged": "Steps that differed from the target's choice and were shown to the judge.",
+    "accepted": "Judged steps that passed.",
+    "refused": "Judged steps that did not pass.",
+    "tokens_against": "Tokens of accepted steps that were not the target's own choice.",
+    "judge_seconds": "Seconds spent in judging.",
+    "judge_forwards": "Forwards of the target that were run for judging.",
+    "verify_forwards": "Forwards of the target over at least one draft.",
+}
+"""What an engine's metrics page says of each of `StepCounters.as_dict`."""
 
 
 class StepSplitter:
@@ -209,9 +233,16 @@ class StepCounters:
 
     def line(self) -> str:
         """One line for a log."""
-        return (
-            f"{self.drafted} steps drafted, {self.agreed} as the target's own, "
-            f"{self.judged} judged: {self.accepted} accepted ({self.tokens_against} tokens against "
-            f"the target's choice), {self.refused} refused; {self.judge_seconds:.2f} s in "
-            f"{self.judge_forwards} judge forwards, {self.verify_forwards} verify forwards"
-        )
+        return describe_counts(self.as_dict())
+
+
+def describe_counts(counts: Mapping[str, float]) -> str:
+    """One line of what `StepCounters.as_dict` gives, or of its difference."""
+    whole = {name: round(count) for name, count in counts.items()}
+    return (
+        f"{whole['drafted']} steps drafted, {whole['agreed']} as the target's own, "
+        f"{whole['judged']} judged: {whole['accepted']} accepted ({whole['tokens_against']} tokens "
+        f"against the target's choice), {whole['refused']} refused; "
+        f"{counts['judge_seconds']:.2f} s in {whole['judge_forwards']} judge forwards, "
+        f"{whole['verify_forwards']} verify forwards"
+    )

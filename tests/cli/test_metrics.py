@@ -53,3 +53,17 @@ def test_no_drafts_is_no_acceptance():
     """Catches a division by zero, or 0 % where nothing was tried."""
     assert SpecCounters(0, 0, 0, (0, 0)).mean_acceptance_length is None
     assert SpecCounters(0, 0, 0, (0, 0)).acceptance_per_position is None
+
+
+def test_judged_steps_are_read_and_subtracted():
+    """Catches a prefix or suffix that has moved on without its reader, and the warm-up counted."""
+    page = PAGE + (
+        "# HELP speculators_ext:reasoning_step_judged_total Steps judged.\n"
+        "# TYPE speculators_ext:reasoning_step_judged_total counter\n"
+        "speculators_ext:reasoning_step_judged_total 12.0\n"
+    )
+    after = parse_metrics(page)
+    assert after.steps == {"judged": 12.0}
+    assert (after.drafts, parse_metrics(PAGE).steps) == (147, {})
+    assert (after - SpecCounters(steps={"judged": 5.0})).steps == {"judged": 7.0}
+    assert (after + after).steps == {"judged": 24.0}

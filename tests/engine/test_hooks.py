@@ -31,6 +31,7 @@ _STATE = "vllm.v1.worker.gpu.model_states.interface"
 _REJECTION = "vllm.v1.worker.gpu.spec_decode.rejection_sampler"
 _SAMPLER = "vllm.v1.worker.gpu.sample.sampler"
 _TREES = "trees/model_state.py"
+_STEPS = "reasoning_step/speculator.py"
 OVERRIDES = [
     ("clasp/speculator.py", "ClaspSpeculator.propose", _SPECULATOR, "BaseSpeculator.propose"),
     (
@@ -100,6 +101,34 @@ OVERRIDES = [
         "Eagle2Speculator.load_draft_model",
         _SPECULATOR,
         "DraftModelSpeculator.load_draft_model",
+    ),
+    (
+        _STEPS,
+        "ReasoningStepSpeculator.propose",
+        _SPECULATOR,
+        "BaseSpeculator.propose",
+    ),
+    (
+        _STEPS,
+        "ReasoningStepSpeculator.load_draft_model",
+        _SPECULATOR,
+        "DraftModelSpeculator.load_draft_model",
+    ),
+    (
+        _STEPS,
+        "ReasoningStepSpeculator.compute_draft_logits",
+        _SPECULATOR,
+        "DraftModelSpeculator.compute_draft_logits",
+    ),
+    *(
+        ("reasoning_step/model_state.py", f"_StepsMixin.{name}", _STATE, f"ModelState.{name}")
+        for name in ("add_request", "remove_request", "custom_sampler")
+    ),
+    (
+        "reasoning_step/sampler.py",
+        "StepRejectionSampler._verify",
+        _REJECTION,
+        "RejectionSampler._verify",
     ),
     *(
         (_TREES, f"_TreesMixin.{name}", _STATE, f"ModelState.{name}")

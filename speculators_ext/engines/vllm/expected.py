@@ -90,6 +90,11 @@ HOOKS = (
             ),
             Expectation(f"{_SPEC_DECODE}.mtp.speculator", "MTPSpeculator.load_draft_model"),
             Expectation(
+                f"{_SPEC_DECODE}.standalone_ar.speculator",
+                "StandaloneARSpeculator._prefill",
+                ("self", "input_batch", "num_rejected", "last_sampled", "num_reqs", "skip_attn"),
+            ),
+            Expectation(
                 _SPECULATOR,
                 "BaseSpeculator.propose",
                 ("self", "input_batch", "attn_metadata", "num_sampled", "num_rejected"),

@@ -31,6 +31,8 @@ class ExtSpeculativeConfig(SpeculativeConfig):
     """The method's own options (its `MethodConfig`), validated before this object is built."""
     rides: str | None = None
     """The built-in ridden where the draft checkpoint decides it; None: the method's own."""
+    counts_file: str | None = None
+    """Where a method's engines write what the metrics page shows; None: nothing of their own."""
 
     def __post_init__(self) -> None:
         """Pin the built-in; a target that is its own draft model stands in for the checkpoint."""
@@ -48,8 +50,13 @@ class ExtSpeculativeConfig(SpeculativeConfig):
 
     @property
     def max_num_new_slots_for_drafting(self) -> int:
-        """Query slots a draft needs beyond the scheduled ones: none, drafts run by themselves."""
-        return 0
+        """Query slots a draft needs beyond the scheduled ones: none, drafts run by themselves; a
+        draft model of its own reads one token more than the target."""
+        own = self.method == "draft_model" and not METHODS[self.ext_method].drafts_alone
+        return 1 if own else 0
+
+    def verify_equal_vocab_size_if_draft_model(self) -> None:
+        """Nothing: tokenizers were compared, and padding beyond them may differ."""
 
     def __repr__(self) -> str:
         return (

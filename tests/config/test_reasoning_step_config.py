@@ -1,0 +1,63 @@
+"""The settings of reasoning_step: lossy only by consent, and thresholds that fit their judge."""
+
+from __future__ import annotations
+
+import pytest
+
+from speculators_ext.config import METHODS, ConfigError, RequestOptions, parse_method_config
+
+
+def parse(**given):
+    return parse_method_config("reasoning_step", given, target=None)
+
+
+BAD = [
+    ({}, "lossy=false", "choose a lossless method"),
+    ({"lossy": False, "judge": "exact"}, "lossy=false", "accepted: true"),
+    ({"lossy": 1}, "lossy=1", "true or false"),
+    ({"lossy": True, "judge": "vote"}, "judge='vote'", "'score' or 'logprob' or 'exact'"),
+    ({"lossy": True, "threshhold": 7}, "'threshhold'", "did you mean 'threshold'?"),
+    ({"lossy": True, "mean_logprob": -1.0}, "belongs to judge='logprob'", "remove it"),
+    ({"lossy": True, "judge": "logprob", "mean_logprob": 0.5}, "mean_logprob=0.5", "accepted"),
+    ({"lossy": True, "delimiter": ""}, "delimiter=''", "accepted"),
+    ({"lossy": True, "first_exact": -1}, "first_exact=-1", "an integer >= 0"),
+    ({"lossy": True, "min_step_tokens": 0}, "min_step_tokens=0", "an integer >= 1"),
+]
+
+
+@pytest.mark.parametrize(("given", "problem", "remedy"), BAD, ids=[str(case[0]) for case in BAD])
+def test_a_bad_setting_is_one_line(given, problem, remedy):
+    """Consent must be explicit, and no setting may be silently without effect."""
+    with pytest.raises(ConfigError) as caught:
+        parse(**given)
+    text = str(caught.value)
+    assert problem in text
+    assert remedy in text
+    assert "\n" not in text
+
+
+def test_the_threshold_is_the_judges_own_unless_given():
+    """One default for both judges would let everything pass, or nothing."""
+    assert parse(lossy=True).passes_from == 7.0
+    assert parse(lossy=True, judge="logprob").passes_from == -4.0
+    assert parse(lossy=True, threshold=5).passes_from == 5.0
+
+
+def test_it_says_that_it_is_lossy():
+    """`doctor`, the log and the README take it from here."""
+    assert not METHODS["reasoning_step"].lossless
+    assert all(METHODS[name].lossless for name in METHODS if name != "reasoning_step")
+
+
+@pytest.mark.parametrize("value", [7, 7.0, "7", "7.0"])
+def test_a_request_has_its_own_threshold(value):
+    """Over HTTP it may come as text."""
+    assert RequestOptions.parse({"speculators_ext_threshold": value}).threshold == 7.0
+    assert RequestOptions.parse({}).threshold is None
+
+
+@pytest.mark.parametrize("value", [True, None, "high", "nan", float("inf"), [7]])
+def test_a_bad_threshold_of_a_request_is_one_line(value):
+    """A threshold that compares false with everything would let nothing, or all, pass unseen."""
+    with pytest.raises(ConfigError, match=r"speculators_ext_threshold=.*a finite number"):
+        RequestOptions.parse({"speculators_ext_threshold": value})
