@@ -200,10 +200,16 @@ def main(
 
 
 def show(rows: dict[str, Any]) -> None:
-    table = Table("depth x topk x nodes", "x plain", "tokens/step", *(*PARTS, "host", "all"))
+    """A row a shape; the parts of a step in ms, those of the host and of acceptance together."""
+    table = Table("shape", "x plain", "tokens", "verify", "sample", "draft", "host", "all")
     for name, row in rows.items():
-        parts = (f"{value:.1f}" for value in row["milliseconds_per_step"].values())
-        table.add_row(name, f"{row['relative']:.2f}", f"{row['tokens_per_step']:.2f}", *parts)
+        ms = row["milliseconds_per_step"]
+        host = ms["host"] + ms["accept"] + ms["compact"]
+        parts = ms["verify"], ms["sample"], ms["extend"] + ms["grow"], host, ms["all"]
+        table.add_row(
+            name, f"{row['relative']:.2f}", f"{row['tokens_per_step']:.2f}",
+            *(f"{part:.1f}" for part in parts),
+        )  # fmt: skip
     console.print(table)
 
 

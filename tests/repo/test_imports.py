@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import subprocess
 import sys
 from pathlib import Path
@@ -127,6 +128,34 @@ def test_only_its_own_adapter_imports_an_engine(engine: str) -> None:
         if not path.is_relative_to(adapter)
     ]
     assert offences(outside, engine) == []
+
+
+def test_no_two_files_need_each_other() -> None:
+    """Catches a circle of imports, also one that only types close: none of it reads alone."""
+    names = {
+        module_name(path): path for folder in ("speculators_ext", "kernels", "model_configs")
+        for path in sources(folder) if path.stem != "__init__"
+    }  # fmt: skip
+    needs = {
+        name: {
+            taken
+            for found in named_anywhere(path.read_text())
+            for taken in (found, found.rpartition(".")[0])
+            if taken in names and taken != name
+        }
+        for name, path in names.items()
+    }
+    assert sum(map(len, needs.values())) > len(names), "too few imports were read"
+    graphlib.TopologicalSorter(needs).prepare()  # raises CycleError, which names the files
+
+
+def named_anywhere(text: str) -> Iterator[str]:
+    """Absolute names of all imports of a text, those for types too."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
 def test_the_command_line_loads_its_engine_late() -> None:

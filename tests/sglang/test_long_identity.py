@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.engine, pytest.mark.full, pytest.mark.timeout(7200)]
 
-MAX_TOKENS = 32
 TIE = 1e-4  # a wider batch rounds differently: where plain's two best logits tie, either is right
 SMOLLM2, MIMO = "smollm2-135m-instruct", "mimo-tiny-mtp"
-# Fewer prompts for a quick look; the number below is the proof.
+# Fewer prompts or tokens for a quick look; the numbers below are the proof.
 LIMIT = int(os.environ.get("SPECULATORS_EXT_PROOF_PROMPTS", "200"))
+MAX_TOKENS = int(os.environ.get("SPECULATORS_EXT_PROOF_TOKENS", "24"))
 METHODS: dict[str, dict[str, Any]] = {
     "CLASP": {
         "model": SMOLLM2,
@@ -94,7 +94,8 @@ def test_same_text_as_plain_at_concurrency_1_and_4(engines, plain, method):
             build(options["speculative_draft_model_path"])
         )
     engine = engines.get(speculative_algorithm=method, **options)
-    report: dict = {"method": method, "prompts": len(prompts), "concurrency": {}, "saved": 0}
+    report: dict = {"method": method, "prompts": len(prompts), "max_tokens": MAX_TOKENS}
+    report |= {"concurrency": {}, "saved": 0}
     out = REPORTS / f"identity_sglang_{method.lower()}.json"
     out.parent.mkdir(exist_ok=True)
     for concurrency in (4, 1):

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from speculators_ext.engines.vllm.mtp_reuse.reduced_head import ReducedHead, mtp_layers
 from speculators_ext.engines.vllm.ranks import tensor_from_rank_0
 from speculators_ext.proposers.mtp_norms import undo_norm
 from speculators_ext.proposers.mtp_reuse import Choice
@@ -20,10 +21,9 @@ from speculators_ext.proposers.mtp_reuse import Choice
 if TYPE_CHECKING:
     from torch import nn
 
-    from speculators_ext.engines.vllm.mtp_reuse.reduced_head import ReducedHead
     from speculators_ext.proposers.mtp_norms import HiddenNorms, Side
 
-__all__ = ["MtpModule", "mtp_layers"]
+__all__ = ["MtpModule"]
 
 
 class _FinalNorm(NamedTuple):
@@ -147,12 +147,6 @@ def find_final_norm(inner: Any, layer: Any) -> Any:
     """The norm at the end of an MTP module, None where none was found."""
     with_head = getattr(getattr(layer, "shared_head", None), "norm", None)
     return with_head or getattr(layer, "final_layernorm", None) or getattr(inner, "norm", None)
-
-
-def mtp_layers(inner: Any) -> list[Any]:
-    """The MTP layers of a model of vLLM's, whatever holds them."""
-    layers = getattr(inner, "layers", None) or getattr(inner, "mtp_layers", None) or []
-    return list(layers.values() if hasattr(layers, "values") else layers)
 
 
 def _look_at(norm: Any, model: Any, *index: int) -> _FinalNorm | None:

@@ -14,13 +14,12 @@ from vllm.distributed import (
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
-from speculators_ext.engines.vllm.mtp_reuse.module import mtp_layers
 from speculators_ext.proposers.mtp_vocab import DraftVocabulary
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-__all__ = ["ReducedHead", "make_reduced_head"]
+__all__ = ["ReducedHead", "make_reduced_head", "mtp_layers"]
 
 
 def make_reduced_head(model: Any, vllm_config: VllmConfig, size: int) -> ReducedHead:
@@ -50,6 +49,12 @@ def make_reduced_head(model: Any, vllm_config: VllmConfig, size: int) -> Reduced
     always = [ends] if isinstance(ends, int) else list(ends or ())
     vocabulary = DraftVocabulary(config.get_vocab_size(), size, always, head.weight.device)
     return ReducedHead(head, processor, vocabulary)
+
+
+def mtp_layers(inner: Any) -> list[Any]:
+    """The MTP layers of a model of vLLM's, whatever holds them."""
+    layers = getattr(inner, "layers", None) or getattr(inner, "mtp_layers", None) or []
+    return list(layers.values() if hasattr(layers, "values") else layers)
 
 
 class ReducedHead:
