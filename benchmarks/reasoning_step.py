@@ -49,7 +49,7 @@ class Tally:
 
     Of all problems, many at a time: right answers, sound steps, texts identical to plain's, and the
     counts of `StepCounters`. Of the timed ones, one at a time: tokens, seconds, and ``forwards``,
-    every call of the target, prompts and judging too.
+    every call of the target (the plain small model's own), prompts and judging too.
     """
 
     problems: int = 0

@@ -22,6 +22,11 @@ TREE_NODES = 8
 CHAIN_LENGTH = 2  # as deep as the trees
 MTP_LENGTH = 2  # of the engine's own chain; ours stops where it is unsure, so it gets more room
 MTP_ROOM = 8
+STEPS_MODEL, STEPS_DRAFT = "steps-target-tiny", "steps-draft-tiny"
+STEP_ROOM = 24  # tokens of the longest step
+STEP_CHAIN = 5
+STEP_TOKENS = 160  # every solution ends
+STEP_PROMPTS = 4  # three servers and their answers in a minute and a half
 # Sized for two CPU cores: under a minute and a half a variant, half of it the server's start.
 NUM_PROMPTS, MAX_TOKENS, CONCURRENCY = 8, 64, (1, 4)
 QUICK_NUM_PROMPTS, QUICK_MAX_TOKENS, QUICK_CONCURRENCY = 4, 32, (1,)
@@ -40,13 +45,14 @@ def demo(
     ] = False,
     engine: Annotated[str, typer.Option(help="The engine to start: vllm or sglang.")] = "vllm",
 ) -> None:
-    """Build two small models, serve them plainly and with every method, and compare.
+    """Build small models, serve them plainly and with every method, and compare.
 
     SmolLM2-135M-Instruct for `clasp` and `eagle2`, a tiny DeepSeek-V3 (on SGLang a tiny MiMo) that
     writes Python for `mtp_reuse`. In float32, where a lossless method must give plain's very texts
     (bf16 rounds differently in wider batches). Every method is shown twice: as it comes, when it
     drafts only where that pays on this machine, and with `adaptive` off, when its acceptance can
-    be seen.
+    be seen. Two tiny models that solve sums step by step show `reasoning_step`, which is lossy: its
+    texts may differ from plain's, by whole steps that its judge let pass.
     """
     from speculators_ext.cli import report
     from speculators_ext.cli.plan import check_engine
@@ -56,10 +62,13 @@ def demo(
         need(module, "demo")
     console = log_console()
     check_engine(engine)
-    for plan in (
+    plans = [
         demo_plan(out, quick=quick, engine=engine),
         mtp_plan(out / "mtp", quick=quick, engine=engine),
-    ):
+    ]
+    if engine == "vllm":
+        plans.append(steps_plan(out / "steps", quick=quick))
+    for plan in plans:
         measurements = run_plan(plan, console)
         folder = plan.logs.parent
         report.publish(
@@ -94,6 +103,24 @@ def mtp_plan(out: Path, *, quick: bool, engine: str = "vllm") -> Plan:
     return replace(plan, extra=(*plan.extra, *MLA_IN_FLOAT32)) if engine == "vllm" else plan
 
 
+def steps_plan(out: Path, *, quick: bool) -> Plan:
+    """The race on sums solved step by step; as `demo_plan`."""
+    from speculators_ext.cli.assets import build_assets
+    from speculators_ext.cli.prompts import load_prompts
+
+    folders = build_assets([STEPS_MODEL, STEPS_DRAFT])
+    folder = folders[STEPS_MODEL]
+    prompts = load_prompts(folder / "problems.jsonl")
+    variants = steps_variants(str(folders[STEPS_DRAFT]))
+    plan = _plan(STEPS_MODEL, folder, variants, prompts, out, quick, "vllm")
+    return replace(
+        plan,
+        prompts=plan.prompts[:STEP_PROMPTS],
+        max_tokens=STEP_TOKENS,
+        extra=("--max-model-len", "512"),
+    )
+
+
 def demo_variants(head: str) -> list[Variant]:
     """Plain, the engine's own chain with our head, and our methods, adaptive on and off."""
     from speculators_ext.cli.plan import Variant, method_variants, needs_head
@@ -120,6 +147,24 @@ def mtp_variants() -> list[Variant]:
         Variant("mtp, built in", built_in.speculative),
         ours,
         Variant("mtp_reuse, adaptive off", config),
+    ]
+
+
+def steps_variants(draft: str) -> list[Variant]:
+    """Plain, the engine's own token-level speculation with the same small model, whole steps."""
+    from speculators_ext.cli.plan import Variant
+
+    chain = {"method": "draft_model", "model": draft, "num_speculative_tokens": STEP_CHAIN}
+    steps = {
+        "method": "reasoning_step",
+        "model": draft,
+        "num_speculative_tokens": STEP_ROOM,
+        "method_config": {"lossy": True, "judge": "logprob", "delimiter": "\n"},
+    }
+    return [
+        Variant("plain", None),
+        Variant("draft_model, built in", chain),
+        Variant("reasoning_step, LOSSY", steps),
     ]
 
 
