@@ -29,7 +29,7 @@ ADAM_RATES = {"embed_tokens": 0.03, "lm_head": 0.004, "norm": 0.01}
 MUON_RATES = {"steps-target-tiny": 0.008, "steps-draft-tiny": 0.01}
 WARMUP, DECAY = 30, 0.6  # updates, share of the run
 GROWTH = 0.65  # share of the run after which the target gets the second half of its layers
-UPDATES = {"steps-target-tiny": 900, "steps-draft-tiny": 420}
+UPDATES = {"steps-target-tiny": 660, "steps-draft-tiny": 600}
 console = Console()
 
 

@@ -13,6 +13,7 @@ from speculators_ext.assets import (
     tiny_derived,
     tiny_heads,
     tiny_mtp,
+    tiny_steps,
 )
 from speculators_ext.assets.tiny_specs import SPECS
 
@@ -50,6 +51,15 @@ def _catalog() -> dict[str, Asset]:
         *(
             Asset(name, what, partial(tiny_mtp.source, name), partial(tiny_mtp.build_into, name))
             for name, what in tiny_mtp.SUMMARIES.items()
+        ),
+        *(
+            Asset(
+                name,
+                what,
+                partial(tiny_steps.source, name),
+                partial(tiny_steps.build_into, name),
+            )
+            for name, what in tiny_steps.SUMMARIES.items()
         ),
         *(
             Asset(name, spec.summary, partial(tiny.source, name), partial(tiny.build_into, name))

@@ -1,7 +1,8 @@
 """The long proofs of exactness: hundreds of varied prompts on a trained model, three concurrencies.
 
 ``clasp`` and ``eagle2`` answer chat questions on SmolLM2, ``mtp_reuse`` continues code on a tiny
-DeepSeek-V3 (latent attention, experts) with an MTP module.
+DeepSeek-V3 (latent attention, experts) with an MTP module, and ``reasoning_step`` with the judge
+that lets nothing pass begins the solutions of sums.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.full, pytest.mark.timeout(0)]
 MAX_TOKENS = 32
 TIE = 1e-4  # a wider batch rounds differently: where plain's two best logits tie, either is right
 SMOLLM2, DEEPSEEK = "smollm2-135m-instruct", "deepseek-v3-tiny-mtp"
+STEPS = "steps-target-tiny"
 # Fewer prompts for a quick look; the numbers below are the proof.
 LIMIT = int(os.environ.get("SPECULATORS_EXT_PROOF_PROMPTS", "500"))
 CONCURRENCY = [int(n) for n in os.environ.get("SPECULATORS_EXT_PROOF_REQUESTS", "8,4,1").split(",")]
@@ -47,7 +49,17 @@ CASES = {
         300,
         {"num_speculative_tokens": 4, "method_config": {"adaptive": False}},
     ),
+    "reasoning_step": (
+        STEPS,
+        200,
+        {
+            "model": "steps-draft-tiny",
+            "num_speculative_tokens": 24,
+            "method_config": {"lossy": True, "judge": "exact", "delimiter": "\n"},
+        },
+    ),
 }
+WRITTEN = {DEEPSEEK: "prompts.jsonl", STEPS: "problems.jsonl"}
 REPORTS = Path("out")
 
 
@@ -90,14 +102,16 @@ def _margin(plain, position: int) -> float:
 
 
 def _prompts(model: str) -> list[str]:
-    """Chat prompts: the mixed set and HumanEval first, then those asked in other words; or code."""
+    """Chat prompts: the mixed set and HumanEval first, then those asked in other words; or the
+    model's own.
+    """
     from transformers import AutoTokenizer
 
     from speculators_ext.assets import build
     from speculators_ext.cli.prompts import default_prompts, load_prompts
 
-    if model == DEEPSEEK:
-        return [prompt.text for prompt in load_prompts(build(model) / "prompts.jsonl")]
+    if model in WRITTEN:
+        return [prompt.text for prompt in load_prompts(build(model) / WRITTEN[model])]
     tokenizer = AutoTokenizer.from_pretrained(build(model))
     texts = [prompt.text for prompt in default_prompts()]
     texts += [f"In one sentence: {text}" for text in texts]

@@ -241,6 +241,25 @@ def test_stops_cut_accepted_steps(logprob: Any) -> None:
     assert list(cut.token_ids) == ids[: ids.index(ids[20]) + 1]
 
 
+def test_an_abort_leaves_the_others_as_they_were(score: Any) -> None:
+    """Catches steps of an aborted request that a later owner of its slot inherits."""
+    engine = score.llm.llm_engine
+    given = prompts(4, 12)
+    alone = [tokens(score.generate([p], params()))[0] for p in given]
+    for index in range(3):
+        engine.add_request(f"{index}", given[index], params())
+    done: dict[str, Any] = {}
+    for step in range(200):
+        if step == 4:
+            engine.abort_request(["1"])
+            engine.add_request("3", given[3], params())
+        done |= {out.request_id: out for out in engine.step() if out.finished}
+        if not engine.has_unfinished_requests():
+            break
+    for index in (0, 2, 3):
+        assert tokens([done[str(index)]])[0] == alone[index]
+
+
 def test_a_full_model_and_small_caches(engines: Any, plain: Any) -> None:
     """The end of the model, chunked prompts, preemption and prefix caching, exact and judged."""
     small = {"max_model_len": 96, "max_num_batched_tokens": 96, "num_gpu_blocks_override": 12}

@@ -106,7 +106,9 @@ def test_no_pickled_weights() -> None:
     """Catches a checkpoint whose loading runs code, and any weights but those we ship."""
     banned = PICKLED | {".gguf", ".safetensors"}
     found = [name_of(path) for path in written_files() if path.suffix in banned]
-    parts = ("smollm2_eagle3", "tiny_mtp/deepseek-v3-tiny-mtp", "tiny_mtp/mimo-tiny-mtp")
+    tiny = ("mtp/deepseek-v3-tiny-mtp", "mtp/mimo-tiny-mtp")
+    tiny += ("steps/steps-target-tiny", "steps/steps-draft-tiny")
+    parts = ("smollm2_eagle3", *(f"tiny_{name}" for name in tiny))
     shipped = {f"speculators_ext/assets/{part}/model.safetensors" for part in parts}
     assert set(found) <= shipped
 
