@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.worker.gpu.spec_decode.utils import DraftTokensHandler
 
+from speculators_ext.engines.vllm.request_options import DEFAULT_OPTIONS
+
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
     from vllm.v1.worker.gpu.input_batch import InputBatch
     from vllm.v1.worker.gpu.states import RequestState
 
-__all__ = ["UNUSED_DRAFT", "RaggedDraftTokensHandler", "make_unused_certain", "room_left"]
+__all__ = [
+    "UNUSED_DRAFT",
+    "RaggedDraftTokensHandler",
+    "limit_drafts",
+    "make_unused_certain",
+    "room_left",
+]
 
 UNUSED_DRAFT = -1
 """Marks the unused tail of a row. It reaches the scheduler only as a shorter list: under
@@ -61,6 +71,35 @@ def room_left(req_states: RequestState, slot: int, length: int, max_model_len: i
     # A verification adds one token for free: drafts past the last one would be thrown away.
     end = min(int(req_states.max_seq_len[slot]) - 1, max_model_len - 1)
     return max(0, end - (length + 1))
+
+
+def limit_drafts(
+    speculator: Any,
+    input_batch: InputBatch,
+    sampled: Sequence[int],
+    lengths: Sequence[int],
+    num_speculative_tokens: int | None,
+) -> list[int]:
+    """The most drafts each request of a batch can use: its options, remaining tokens and room.
+
+    Args:
+        speculator: whose requests these are.
+        input_batch: num_reqs requests.
+        sampled: [num_reqs], new tokens of each, 0 for an unfinished prompt.
+        lengths: [num_reqs], tokens with KV.
+        num_speculative_tokens: the engine's own limit for this step, where it has one.
+    """
+    most = speculator.num_speculative_steps
+    if num_speculative_tokens is not None:
+        most = min(most, num_speculative_tokens)
+    options, limits = speculator.model_state.request_options, []
+    for slot, count, length in zip(
+        input_batch.idx_mapping_np.tolist(), sampled, lengths, strict=False
+    ):
+        room = room_left(speculator._req_states, slot, length, speculator.max_model_len)
+        asked = options.get(slot, DEFAULT_OPTIONS).limit(most)
+        limits.append(min(asked, room) if count else 0)
+    return limits
 
 
 def make_unused_certain(draft_logits: torch.Tensor, slots: torch.Tensor) -> None:

@@ -19,10 +19,9 @@ from speculators_ext.engines.vllm.cache_groups import group_of_layers
 from speculators_ext.engines.vllm.clasp.drafting import LayerSkippingSpeculator
 from speculators_ext.engines.vllm.clasp.layer_walk import LayerWalk
 from speculators_ext.engines.vllm.clasp.skip_search import SearchRows, SkipSearch
-from speculators_ext.engines.vllm.drafts import UNUSED_DRAFT, make_unused_certain, room_left
+from speculators_ext.engines.vllm.drafts import UNUSED_DRAFT, limit_drafts, make_unused_certain
 from speculators_ext.engines.vllm.log import logger, warn_untried_on_gpus
 from speculators_ext.engines.vllm.ranks import decided_on_rank_0
-from speculators_ext.engines.vllm.request_options import DEFAULT_OPTIONS
 from speculators_ext.engines.vllm.spec_config import ExtSpeculativeConfig
 from speculators_ext.engines.vllm.step_clock import StepClock
 
@@ -134,7 +133,10 @@ class ClaspSpeculator(LayerSkippingSpeculator):
         if dummy_run:
             return drafts.clamp_(min=0)
         self._clock.begin(input_batch)
-        limits = self._draft_limits(input_batch, num_sampled, num_rejected, num_speculative_tokens)
+        lengths = input_batch.seq_lens[:num_reqs].long() - num_rejected[:num_reqs].long()
+        limits = limit_drafts(
+            self, input_batch, num_sampled.tolist(), lengths.tolist(), num_speculative_tokens
+        )
         depth = decided_on_rank_0(self._clock.depth(int((num_sampled > 0).sum())))
         limits = [min(limit, depth) for limit in limits]
         rows = [row for row, limit in enumerate(limits) if limit > 0]
@@ -142,37 +144,15 @@ class ClaspSpeculator(LayerSkippingSpeculator):
             make_unused_certain(self.draft_logits, input_batch.idx_mapping)
         if rows:
             self._copy_request_inputs(num_reqs, input_batch.idx_mapping, temperature, seeds)
-            positions = input_batch.seq_lens[:num_reqs].long() - num_rejected[:num_reqs].long()
             tokens = last_sampled[input_batch.idx_mapping].view(-1)[:num_reqs]
-            self._refresh_skip_sets(input_batch, rows, tokens, positions)
+            self._refresh_skip_sets(input_batch, rows, tokens, lengths)
             names = [input_batch.req_ids[row] for row in rows]
             for units, members in self._search.groups(names):
                 group = [rows[m] for m in members]
-                self._draft_rows(input_batch, units, group, limits, tokens, positions, drafts)
+                self._draft_rows(input_batch, units, group, limits, tokens, lengths, drafts)
         self._search.count_round()
         self._clock.end(input_batch, num_sampled, limits)
         return drafts
-
-    def _draft_limits(
-        self,
-        input_batch: InputBatch,
-        num_sampled: torch.Tensor,
-        num_rejected: torch.Tensor,
-        num_speculative_tokens: int | None,
-    ) -> list[int]:
-        """The most drafts each row can use: options, remaining tokens and room in the model."""
-        steps = self.num_speculative_steps
-        if num_speculative_tokens is not None:
-            steps = min(steps, num_speculative_tokens)
-        options = getattr(self.model_state, "request_options", {})
-        slots = input_batch.idx_mapping_np
-        lengths = (input_batch.seq_lens[: input_batch.num_reqs] - num_rejected).tolist()
-        limits = []
-        for slot, sampled, length in zip(slots, num_sampled.tolist(), lengths, strict=False):
-            room = room_left(self._req_states, int(slot), length, self.max_model_len)
-            limit = options.get(int(slot), DEFAULT_OPTIONS).limit(steps)
-            limits.append(min(limit, room) if sampled > 0 else 0)
-        return limits
 
     def _refresh_skip_sets(
         self,

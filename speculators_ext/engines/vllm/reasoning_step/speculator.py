@@ -16,11 +16,10 @@ from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 
-from speculators_ext.engines.vllm.drafts import UNUSED_DRAFT, room_left
+from speculators_ext.engines.vllm.drafts import UNUSED_DRAFT, limit_drafts
 from speculators_ext.engines.vllm.log import warn_untried_on_gpus
 from speculators_ext.engines.vllm.ranks import tensor_from_rank_0
 from speculators_ext.engines.vllm.reasoning_step.judging import SuffixForward
-from speculators_ext.engines.vllm.request_options import DEFAULT_OPTIONS
 from speculators_ext.engines.vllm.spec_config import ExtSpeculativeConfig
 from speculators_ext.proposers.step_tokens import find_suffix
 
@@ -124,7 +123,7 @@ class ReasoningStepSpeculator(StandaloneARSpeculator):
         sampled = num_sampled.tolist()
         lengths = (input_batch.seq_lens[:num_reqs] - num_rejected[:num_reqs]).tolist()
         self._feed_book(input_batch, sampled, lengths)
-        limits = self._limits(input_batch, sampled, lengths, num_speculative_tokens)
+        limits = limit_drafts(self, input_batch, sampled, lengths, num_speculative_tokens)
         self._write_steps(input_batch, limits, lengths, drafts)
         return drafts
 
@@ -137,27 +136,6 @@ class ReasoningStepSpeculator(StandaloneARSpeculator):
             if missing:
                 known = self._req_states.all_token_ids.gpu[slot, length + 1 - missing : length + 1]
                 self._book.feed(slot, known.tolist())
-
-    def _limits(
-        self,
-        input_batch: InputBatch,
-        sampled: list[int],
-        lengths: list[int],
-        num_speculative_tokens: int | None,
-    ) -> list[int]:
-        """The most drafts each request can use: options, remaining tokens and room."""
-        steps = self.num_speculative_steps
-        if num_speculative_tokens is not None:
-            steps = min(steps, num_speculative_tokens)
-        options = self.model_state.request_options  # type: ignore[attr-defined]
-        limits = []
-        for slot, count, length in zip(
-            input_batch.idx_mapping_np.tolist(), sampled, lengths, strict=False
-        ):
-            room = room_left(self._req_states, slot, length, self.max_model_len)
-            limit = options.get(slot, DEFAULT_OPTIONS).limit(steps)
-            limits.append(min(limit, room) if count else 0)
-        return limits
 
     def _write_steps(
         self,
