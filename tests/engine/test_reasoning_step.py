@@ -152,8 +152,8 @@ def test_what_passes_is_the_small_models_own_step(
     if first_exact:
         made = config(judge="logprob", first_exact=first_exact)
         engine = engines.get(made, model=TARGET)
-    given = prompts(3, 3)
-    count = 40  # vLLM gives a draft model the target's window, so texts stay within its own of 64
+    given = prompts(2, 3)
+    count = 28  # vLLM gives a draft model the target's window, so texts stay within its own of 64
     got, added = counted(lambda: engine.generate(given, params(ALWAYS, max_tokens=count)))
     assert added["accepted"] == added["judged"] > 0
     assert added["tokens_against"] >= added["accepted"]
@@ -203,6 +203,27 @@ def test_some_kinds_of_request_are_always_exact(plain: Any, logprob: Any, kind: 
     got, added = counted(lambda: logprob.generate(given, params(ALWAYS, **options)))
     assert tokens(got) == tokens(plain.generate(given, params(**options)))
     assert added["judged"] == 0
+
+
+def test_outside_of_the_reasoning_nothing_is_judged(engines: Any, plain: Any) -> None:
+    """Catches a span that is not looked for in the prompt, and steps judged in front of it."""
+    given = prompts(4, 13)
+    expected = tokens(plain.remembered(given, params()))
+    tokenizer = plain.llm.get_tokenizer()
+    known = {token for p in given for token in p["prompt_token_ids"]}.union(*expected)
+    start, text = next(
+        (token, tokenizer.decode([token]))
+        for token in range(100, 500)
+        if token not in known
+        and tokenizer.encode(tokenizer.decode([token]), add_special_tokens=False) == [token]
+    )
+    engine = engines.get(config(judge="logprob", reasoning_start=text), model=TARGET)
+    got, added = counted(lambda: engine.generate(given, params(ALWAYS)))
+    assert tokens(got) == expected
+    assert added["judged"] == 0
+    opened = [{"prompt_token_ids": [*p["prompt_token_ids"], start]} for p in given]
+    _, added = counted(lambda: engine.generate(opened, params(ALWAYS)))
+    assert added["accepted"] == added["judged"] > 0
 
 
 def test_a_step_longer_than_the_drafts_is_exact(engines: Any, plain: Any) -> None:
@@ -264,11 +285,11 @@ def test_a_full_model_and_small_caches(engines: Any, plain: Any) -> None:
     """The end of the model, chunked prompts, preemption and prefix caching, exact and judged."""
     small = {"max_model_len": 96, "max_num_batched_tokens": 96, "num_gpu_blocks_override": 12}
     engine = engines.get(config(judge="score", threshold=4.5), model=TARGET, **small)
-    given = prompts(6, 11)
+    given = prompts(5, 11)
     expected = plain.generate(given, params(max_tokens=69))
     for _ in range(2):
         got = engine.generate(given, params(NEVER, max_tokens=69))
         assert tokens(got) == tokens(expected)
-        again = tokens(engine.generate(given, params(max_tokens=96)))
-        assert [len(t) for t in again] == [96 - len(p["prompt_token_ids"]) for p in given]
+    judged = tokens(engine.generate(given, params(max_tokens=96)))
+    assert [len(t) for t in judged] == [96 - len(p["prompt_token_ids"]) for p in given]
     assert engine.counters()["preemptions"] > 0
