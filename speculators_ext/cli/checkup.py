@@ -75,6 +75,7 @@ def _sglang(version: str | None) -> dict[str, Any]:
         return {"ok": False, "detail": "not installed"}
     from speculators_ext.engines.devices import find_gpu
     from speculators_ext.engines.sglang.hooks import find_problem
+    from speculators_ext.engines.sglang.methods import METHODS
 
     problem, gpu = find_problem(), find_gpu()
     if problem is None and gpu is not None:
@@ -82,7 +83,7 @@ def _sglang(version: str | None) -> dict[str, Any]:
     return {
         "ok": problem is None,
         "detail": problem
-        or f"sglang {version}: CLASP, EAGLE2 and MTP_REUSE, on CPUs only; experimental",
+        or f"sglang {version}: {', '.join(m.upper() for m in METHODS)}, on CPUs only; experimental",
     }
 
 

@@ -65,9 +65,8 @@ def demo(
     plans = [
         demo_plan(out, quick=quick, engine=engine),
         mtp_plan(out / "mtp", quick=quick, engine=engine),
+        steps_plan(out / "steps", quick=quick, engine=engine),
     ]
-    if engine == "vllm":
-        plans.append(steps_plan(out / "steps", quick=quick))
     for plan in plans:
         measurements = run_plan(plan, console)
         folder = plan.logs.parent
@@ -103,7 +102,7 @@ def mtp_plan(out: Path, *, quick: bool, engine: str = "vllm") -> Plan:
     return replace(plan, extra=(*plan.extra, *MLA_IN_FLOAT32)) if engine == "vllm" else plan
 
 
-def steps_plan(out: Path, *, quick: bool) -> Plan:
+def steps_plan(out: Path, *, quick: bool, engine: str = "vllm") -> Plan:
     """The race on sums solved step by step; as `demo_plan`."""
     from speculators_ext.cli.assets import build_assets
     from speculators_ext.cli.prompts import load_prompts
@@ -111,13 +110,13 @@ def steps_plan(out: Path, *, quick: bool) -> Plan:
     folders = build_assets([STEPS_MODEL, STEPS_DRAFT])
     folder = folders[STEPS_MODEL]
     prompts = load_prompts(folder / "problems.jsonl")
-    variants = steps_variants(str(folders[STEPS_DRAFT]))
-    plan = _plan(STEPS_MODEL, folder, variants, prompts, out, quick, "vllm")
+    variants = steps_variants(str(folders[STEPS_DRAFT]), engine)
+    plan = _plan(STEPS_MODEL, folder, variants, prompts, out, quick, engine)
     return replace(
         plan,
         prompts=plan.prompts[:STEP_PROMPTS],
         max_tokens=STEP_TOKENS,
-        extra=("--max-model-len", "512"),
+        extra=(MODEL_LEN[engine][0], "512"),
     )
 
 
@@ -150,8 +149,8 @@ def mtp_variants() -> list[Variant]:
     ]
 
 
-def steps_variants(draft: str) -> list[Variant]:
-    """Plain, the engine's own token-level speculation with the same small model, whole steps."""
+def steps_variants(draft: str, engine: str = "vllm") -> list[Variant]:
+    """Plain, vLLM's own token-level speculation with the same small model, whole steps."""
     from speculators_ext.cli.plan import Variant
 
     chain = {"method": "draft_model", "model": draft, "num_speculative_tokens": STEP_CHAIN}
@@ -161,11 +160,12 @@ def steps_variants(draft: str) -> list[Variant]:
         "num_speculative_tokens": STEP_ROOM,
         "method_config": {"lossy": True, "judge": "logprob", "delimiter": "\n"},
     }
-    return [
+    variants = [
         Variant("plain", None),
         Variant("draft_model, built in", chain),
         Variant("reasoning_step, LOSSY", steps),
     ]
+    return variants if engine == "vllm" else [variants[0], variants[-1]]
 
 
 def _plan(

@@ -26,7 +26,13 @@ SERVED = {
     "CLASP": ("tiny-llama", CHAIN, {"num_skip_layers": 2, "adaptive": False}),
     "EAGLE2": ("tiny-llama", ("--speculative-num-draft-tokens", "9"), {"adaptive": False}),
     "MTP_REUSE": ("mimo-tiny-mtp", CHAIN, {"adaptive": False}),
+    "REASONING_STEP": (
+        "steps-target-tiny",
+        CHAIN,
+        {"lossy": True, "judge": "exact", "delimiter": "\n"},
+    ),
 }
+DRAFTS = {"EAGLE2": "tiny-llama-eagle3", "REASONING_STEP": "steps-draft-tiny"}
 
 
 @pytest.fixture(params=SERVED)
@@ -50,8 +56,8 @@ def server(served, tmp_path, monkeypatch):
         *("--speculative-algorithm", served, *drafts),
         *("--speculative-method-config", json.dumps(config)),
     ]
-    if served == "EAGLE2":
-        words += ["--speculative-draft-model-path", str(build(f"{model}-eagle3"))]
+    if served in DRAFTS:
+        words += ["--speculative-draft-model-path", str(build(DRAFTS[served]))]
     command = Path(sys.executable).with_name("speculators-ext")
     switch_on = f'eval "$({command} sglang-cpu-env)" && exec "$@"'
     env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "SGLANG_USE_CPU_ENGINE")}

@@ -13,6 +13,7 @@ from speculators_ext.engines.sglang.mtp_reuse.requested import (
     mtp_reuse_settings,
     prepare_mtp_reuse,
 )
+from speculators_ext.engines.sglang.reasoning_step.requested import prepare_reasoning_step
 
 if TYPE_CHECKING:
     import torch
@@ -64,6 +65,18 @@ class MtpReuseAlgorithm(HeadAlgorithm):
         prepare_mtp_reuse(server_args)
 
 
+class ReasoningStepAlgorithm(ExtAlgorithm):
+    """Steps of a small model, which SGLang loads and allots a cache as for its STANDALONE."""
+
+    def is_standalone(self) -> bool:
+        """Whether a whole model with a cache of its own drafts: it does."""
+        return True
+
+    def handle_server_args(self, server_args: Any) -> None:
+        """Check the arguments and fill in what the user left open."""
+        prepare_reasoning_step(server_args)
+
+
 def _carries_draft_hidden_states(self: ExtAlgorithm) -> bool:
     """Whether hidden states travel with a prefill sent to another server: none do."""
     return False
@@ -103,7 +116,7 @@ def is_ours(algorithm: Any) -> bool:
 
 
 def register_algorithms() -> None:
-    """Make ``--speculative-algorithm CLASP``, ``EAGLE2`` and ``MTP_REUSE`` known."""
+    """Make ``--speculative-algorithm CLASP`` and the others known."""
 
     @SpeculativeAlgorithm.register("CLASP", supports_overlap=True, spec_class=ClaspAlgorithm)
     def _clasp(server_args: Any) -> type:
@@ -123,3 +136,11 @@ def register_algorithms() -> None:
 
         trees = mtp_reuse_settings(server_args).topk > 1
         return worker.TreeReuseWorker if trees else worker.ChainReuseWorker
+
+    @SpeculativeAlgorithm.register(
+        "REASONING_STEP", supports_overlap=True, spec_class=ReasoningStepAlgorithm
+    )
+    def _reasoning_step(server_args: Any) -> type:
+        from speculators_ext.engines.sglang.reasoning_step.worker import ReasoningStepWorker
+
+        return ReasoningStepWorker

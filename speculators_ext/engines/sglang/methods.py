@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LAYERED_TARGETS", "METHODS", "find_layer_obstacle", "find_target_obstacle"]
 
-METHODS = ("clasp", "eagle2", "mtp_reuse")
+METHODS = ("clasp", "eagle2", "mtp_reuse", "reasoning_step")
 
 # Their decoders run `layers[start_layer:end_layer]` in a loop, each layer called
 # `layer(positions, hidden_states, forward_batch)` with the residual in the batch.

@@ -67,9 +67,10 @@ class KnownRequests:
 
     def wanted(self, req: Any, most: int) -> int:
         """How many of ``most`` drafts a round the request itself asks for."""
-        return self._options_of(req).limit(most)
+        return self.options_of(req).limit(most)
 
-    def _options_of(self, req: Any) -> RequestOptions:
+    def options_of(self, req: Any) -> RequestOptions:
+        """What the request itself asks for."""
         if req.rid not in self._options:
             self._options[req.rid] = _parse(req.sampling_params.custom_params)
         return self._options[req.rid]

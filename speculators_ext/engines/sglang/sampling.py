@@ -7,7 +7,7 @@ is accepted with probability p(x), and what replaces it follows p without x.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from sglang.srt.layers.sampler import (
@@ -16,15 +16,23 @@ from sglang.srt.layers.sampler import (
 )
 
 from speculators_ext.engines.sglang.algorithm import is_ours
+from speculators_ext.engines.sglang.choices import final_choice
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 __all__ = ["eagle_sample", "verify_tree_greedy"]
 
-# The verification under way: its sampling parameters, logits and positions. Set only inside
-# `eagle_sample`, which calls `verify_tree_greedy`; SGLang's scheduler is one thread.
-_under_way: list[tuple[Any, torch.Tensor, torch.Tensor]] = []
+
+class _Verification(NamedTuple):
+    info: Any
+    logits: torch.Tensor
+    positions: torch.Tensor
+
+
+# The verification under way. Set only inside `eagle_sample`, which calls `verify_tree_greedy`;
+# SGLang's scheduler is one thread.
+_under_way: list[_Verification] = []
 
 
 def eagle_sample(
@@ -33,9 +41,9 @@ def eagle_sample(
 ) -> Any:  # fmt: skip
     """Around SGLang's function of that name: keeps at hand what sampling needs."""
     info = batch.sampling_info
-    if not is_ours(batch.spec_algorithm) or batch.forward_mode.is_idle() or info.is_all_greedy:
+    if not is_ours(batch.spec_algorithm) or batch.forward_mode.is_idle():
         return original(verify_input, batch, logits_output, *args, **kwargs)
-    _under_way.append((info, logits_output.next_token_logits, verify_input.positions))
+    _under_way.append(_Verification(info, logits_output.next_token_logits, verify_input.positions))
     try:
         return original(verify_input, batch, logits_output, *args, **kwargs)
     finally:
@@ -43,14 +51,20 @@ def eagle_sample(
 
 
 def verify_tree_greedy(
-    original: Callable[..., Any], *args: Any, target_predict: torch.Tensor, **kwargs: Any
-) -> Any:
-    """Around SGLang's acceptance: the target's choices become draws where that is asked for."""
+    original: Callable[..., Any], *args: Any, candidates: torch.Tensor,
+    target_predict: torch.Tensor, **kwargs: Any,
+) -> Any:  # fmt: skip
+    """Around SGLang's acceptance: the target's choices become draws where that is asked for, and
+    a method may choose otherwise.
+    """
     if _under_way:
         # By now penalties, biases and grammar masks are in the logits.
-        drawn = _draw(*_under_way[-1])
-        target_predict = drawn.view_as(target_predict).to(target_predict.dtype)
-    return original(*args, target_predict=target_predict, **kwargs)
+        verification = _under_way[-1]
+        if not verification.info.is_all_greedy:
+            drawn = _draw(*verification)
+            target_predict = drawn.view_as(target_predict).to(target_predict.dtype)
+        target_predict = final_choice(verification.logits, candidates, target_predict)
+    return original(*args, candidates=candidates, target_predict=target_predict, **kwargs)
 
 
 def _draw(info: Any, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
