@@ -98,7 +98,7 @@ def test_same_text_as_plain_at_concurrency_1_and_4(engines, plain, method):
     report |= {"concurrency": {}, "saved": 0}
     out = REPORTS / f"identity_sglang_{method.lower()}.json"
     out.parent.mkdir(exist_ok=True)
-    for concurrency in (4, 1):
+    for concurrency in (1, 4):
         answers = []
         for start in range(0, len(prompts), concurrency):
             answers += engine.generate(prompts[start : start + concurrency], PARAMS)
