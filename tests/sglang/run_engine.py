@@ -6,7 +6,10 @@ import asyncio
 import json
 import os
 import sys
+import time
 from typing import Any
+
+PATIENCE = 30.0  # seconds
 
 
 def generate(engine: Any, prompts: list[Any], params: Any, **options: Any) -> list[dict[str, Any]]:
@@ -45,10 +48,17 @@ def abort(engine: Any, prompts: list[list[int]], params: dict[str, Any], after: 
 
 
 def used_tokens(engine: Any) -> int:
-    """KV slots in use once the prefix cache is dropped; SGLang itself dies of a slot lost."""
-    engine.flush_cache()
-    loads = engine.loop.run_until_complete(engine.tokenizer_manager.get_loads())
-    return sum(load.num_used_tokens for load in loads)
+    """KV slots that are neither free nor hold the prefix cache, once nothing runs any more.
+
+    An aborted request is answered before its last round has ended; a lost slot never comes back.
+    """
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        loads = engine.loop.run_until_complete(engine.tokenizer_manager.get_loads())
+        used = sum(load.num_used_tokens for load in loads)
+        if not used or time.monotonic() > deadline:
+            return used
+        time.sleep(0.1)
 
 
 JOBS = {"generate": generate, "stream": stream, "abort": abort, "used_tokens": used_tokens}
