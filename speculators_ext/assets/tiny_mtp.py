@@ -7,10 +7,9 @@ Both read and write Python and share a tokenizer. The files are the output of
 
 from __future__ import annotations
 
-from importlib import resources
 from typing import TYPE_CHECKING, Any
 
-from speculators_ext.assets.store import AssetError, sha256
+from speculators_ext.assets.shipped import copy_shipped
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,7 +27,7 @@ SUMMARIES = {
 }
 PROMPTS = "prompts.jsonl"
 FOLDER = "tiny_mtp"
-# What the cards describe: a damaged file must not be measured.
+# What the cards describe.
 SHARED = {
     "chat_template.jinja": "c4123e078b4bdc0f5f63fa38eca171496c1d7ee48987353469d9d611d0428e66",
     PROMPTS: "3f2076bcb4f6f77a3081673c85125ba20e5eec537a56186797c2027a932c6777",
@@ -55,12 +54,4 @@ def source(name: str) -> dict[str, Any]:
 def build_into(name: str, folder: Path, report: Report) -> None:
     """Copies model and card; raises `AssetError` when a file is missing or damaged."""
     report("copying the model")
-    shipped = resources.files("speculators_ext.assets").joinpath(FOLDER)
-    for file in (*SHARED, *OWN[name], "README.md"):
-        part = shipped.joinpath(file if file in SHARED else f"{name}/{file}")
-        if not part.is_file():
-            raise AssetError(f"the package lacks {file} of {name}: reinstall it")
-        (folder / file).write_bytes(part.read_bytes())
-    for file, digest in source(name)["sha256"].items():
-        if sha256(folder / file) != digest:
-            raise AssetError(f"{file} of {name} is damaged: reinstall the package")
+    copy_shipped(SHARED | OWN[name], folder, FOLDER, f"{FOLDER}/{name}")

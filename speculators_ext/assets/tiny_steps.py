@@ -8,11 +8,10 @@ problems that neither has been trained on, as prompts with their answers.
 from __future__ import annotations
 
 import json
-from importlib import resources
 from typing import TYPE_CHECKING, Any
 
+from speculators_ext.assets.shipped import copy_shipped
 from speculators_ext.assets.steps_world import read_problem
-from speculators_ext.assets.store import AssetError, sha256
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,7 +31,7 @@ SUMMARIES = {
 }
 PROBLEMS = "problems.jsonl"
 FOLDER = "tiny_steps"
-# What the cards describe: a damaged file must not be measured.
+# What the cards describe.
 SHARED = {
     "chat_template.jinja": "9560ddcd3040edb35aa0b8adcedc1a9ba0a5b7b250b09975f4550392a56e9487",
     PROBLEMS: "6905a7b0309e93e9e8c9a8a356f6ace33a7d1ea585f53037d02651712dd3f690",
@@ -65,12 +64,4 @@ def source(name: str) -> dict[str, Any]:
 def build_into(name: str, folder: Path, report: Report) -> None:
     """Copies model and card; raises `AssetError` when a file is missing or damaged."""
     report("copying the model")
-    shipped = resources.files("speculators_ext.assets").joinpath(FOLDER)
-    for file in (*SHARED, *OWN[name], "README.md"):
-        part = shipped.joinpath(file if file in SHARED else f"{name}/{file}")
-        if not part.is_file():
-            raise AssetError(f"the package lacks {file} of {name}: reinstall it")
-        (folder / file).write_bytes(part.read_bytes())
-    for file, digest in source(name)["sha256"].items():
-        if sha256(folder / file) != digest:
-            raise AssetError(f"{file} of {name} is damaged: reinstall the package")
+    copy_shipped(SHARED | OWN[name], folder, FOLDER, f"{FOLDER}/{name}")
