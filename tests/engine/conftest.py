@@ -193,10 +193,10 @@ def engines() -> Iterator[Engines]:
     pytest.importorskip("vllm")
     built = Engines()
     yield built
-    # An engine that ends collects garbage among the objects of all others: minutes in all.
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gc, "collect", lambda *_: 0)
-        built.end()
+    # An engine that ends collects garbage among the objects of all others: minutes in all. Many end
+    # with the process only, so this holds until then.
+    pytest.MonkeyPatch().setattr(gc, "collect", lambda *_: 0)
+    built.end()
 
 
 @pytest.fixture(scope="session")
