@@ -55,6 +55,15 @@ class MethodConfig(BaseModel):
     def check_target(self, target: TargetInfo) -> None:
         """Raise `ConfigError` where these settings do not fit the target."""
 
+    def describe(self) -> str:
+        """All that is set, for one line of a log: a line's end in a value is written out."""
+        return ", ".join(
+            f"{key}={value!r}"
+            if isinstance(value, str) and not value.isprintable()
+            else f"{key}={value}"
+            for key, value in self.model_dump(exclude_none=True).items()
+        )
+
 
 def _list_as_tuple(value: object) -> object:
     return tuple(value) if isinstance(value, list) else value

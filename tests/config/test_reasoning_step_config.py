@@ -61,3 +61,11 @@ def test_a_bad_threshold_of_a_request_is_one_line(value):
     """A threshold that compares false with everything would let nothing, or all, pass unseen."""
     with pytest.raises(ConfigError, match=r"speculators_ext_threshold=.*a finite number"):
         RequestOptions.parse({"speculators_ext_threshold": value})
+
+
+def test_settings_are_one_line_of_a_log() -> None:
+    """Catches a delimiter that breaks the line in two, and one that is shown as nothing."""
+    shown = parse(lossy=True, judge="logprob", delimiter="\n").describe()
+    assert "\n" not in shown
+    assert "delimiter='\\n'" in shown
+    assert shown.startswith("lossy=True, judge=logprob, ")

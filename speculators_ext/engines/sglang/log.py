@@ -21,10 +21,5 @@ def log_method(name: str, num_drafts: int, options: MethodConfig) -> None:
         "on it.",
         name,
         num_drafts,
-        ", ".join(f"{k}={_shown(v)}" for k, v in options.model_dump(exclude_none=True).items()),
+        options.describe(),
     )
-
-
-def _shown(value: object) -> object:
-    """The value, a line's end in it written out: the log has one line."""
-    return repr(value) if isinstance(value, str) and not value.isprintable() else value

@@ -108,14 +108,10 @@ def build_speculative_config(
         "Speculative method '%s' (speculators-ext) is on: up to %d drafts a step, %s, %s.",
         method,
         config.num_speculative_tokens,
-        ", ".join(f"{k}={_shown(v)}" for k, v in options.model_dump(exclude_none=True).items()),
+        options.describe(),
         "lossless" if METHODS[method].lossless else "LOSSY",
     )
     return config
-
-
-def _shown(value: Any) -> Any:
-    return repr(value) if isinstance(value, str) and not value.isprintable() else value
 
 
 def _check_keys(method: str, request: dict[str, Any]) -> None:

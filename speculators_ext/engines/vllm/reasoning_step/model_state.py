@@ -13,7 +13,7 @@ from speculators_ext.engines.vllm.reasoning_step.book import StepBook
 from speculators_ext.engines.vllm.reasoning_step.counts_page import CountsWriter
 from speculators_ext.engines.vllm.reasoning_step.requested import reasoning_tokens
 from speculators_ext.engines.vllm.reasoning_step.sampler import StepRejectionSampler
-from speculators_ext.engines.vllm.request_options import with_request_options
+from speculators_ext.engines.vllm.request_options import DEFAULT_OPTIONS, with_request_options
 from speculators_ext.proposers.reasoning_step import StepRules, StepSplitter
 from speculators_ext.proposers.step_tokens import find_span, token_texts
 
@@ -75,8 +75,6 @@ def _counts_page(vllm_config: Any) -> CountsWriter | None:
 
 
 def _options_of(known: dict[int, Any], slot: int) -> Any:
-    from speculators_ext.engines.vllm.request_options import DEFAULT_OPTIONS
-
     return known.get(slot, DEFAULT_OPTIONS)
 
 
