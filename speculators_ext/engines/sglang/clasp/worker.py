@@ -6,21 +6,18 @@ KV pool -> verify all drafts in one target forward, which overwrites every slot 
 
 from __future__ import annotations
 
-import contextlib
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.runtime_context import get_spec
-from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
-from sglang.srt.speculative.eagle_worker_common import run_eagle_verify
 
-from speculators_ext.engines.sglang.chains import BonusInput, chain_verify_input
+from speculators_ext.engines.sglang.chains import chain_verify_input
 from speculators_ext.engines.sglang.clasp.drafting import draft_logits, search_set
 from speculators_ext.engines.sglang.clasp.requested import clasp_settings
 from speculators_ext.engines.sglang.clasp.target_layers import TargetLayers
 from speculators_ext.engines.sglang.decode_steps import decode_step
 from speculators_ext.engines.sglang.log import log_method
-from speculators_ext.engines.sglang.request_rows import KnownRequests
 from speculators_ext.engines.sglang.round_clock import RoundClock
+from speculators_ext.engines.sglang.worker import RoundWorker
 from speculators_ext.proposers.drafting import clamp_ids, exit_mask
 from speculators_ext.proposers.skip_search import SkipSets
 from speculators_ext.proposers.skip_sets import plan_skips
@@ -35,7 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["ClaspWorker"]
 
 
-class ClaspWorker(BaseSpecWorker):
+class ClaspWorker(RoundWorker):
     """Drafts with the target's own layers; see the module's docstring for a round.
 
     Args:
@@ -46,18 +43,13 @@ class ClaspWorker(BaseSpecWorker):
     """
 
     def __init__(self, server_args: Any, gpu_id: int, nccl_port: int, target_worker: Any) -> None:
-        super().__init__()
-        self._target_worker = target_worker
-        self._draft_worker = None
-        self._runner = target_worker.model_runner
         self._config = clasp_settings(server_args)
+        most = get_spec().speculative_num_steps
+        super().__init__(target_worker, None, most, tail=self._config.search_window)
         self._layers = TargetLayers(self._runner.model)
         self._plan = plan_skips(self._config, self._layers.num_layers)
         self._sets = SkipSets(self._config, self._plan, can_search=True)
-        self._most = get_spec().speculative_num_steps
-        self._last = target_worker.model_config.context_len - 1
         self._vocab_size = target_worker.model_config.vocab_size
-        self._known = KnownRequests(tail=self._config.search_window)
         self._clock = RoundClock(
             self._most, self._config.refresh_interval, adaptive=self._config.adaptive
         )
@@ -77,39 +69,15 @@ class ClaspWorker(BaseSpecWorker):
         caps, drafts = self._draft(batch, lengths)
         bonus = batch.spec_info.bonus_tokens
         batch.spec_info = chain_verify_input(bonus, drafts, lengths, self._last)
-        result = self._verify(batch, grammar_barrier)
-        if on_publish is not None:
-            on_publish(result.new_seq_lens)
+        result = self.run_verify(batch, on_publish, grammar_barrier)
         self._note(batch, caps, drafts, result)
         return result
 
     def _prefill(self, batch: Any, on_publish: Callable[[torch.Tensor], None] | None) -> Any:
         self._clock.interrupt()
-        result = self.target_worker.forward_batch_generation(batch)
-        result.new_seq_lens = batch.seq_lens
-        if on_publish is not None:
-            on_publish(result.new_seq_lens)
+        result = self.run_prefill(batch, on_publish)
         for req, token in zip(batch.reqs, result.next_token_ids.tolist(), strict=True):
             self._known.start(req, token)
-        result.next_draft_input = BonusInput(bonus_tokens=result.next_token_ids)
-        return result
-
-    def _verify(self, batch: Any, grammar_barrier: Any) -> Any:
-        result = run_eagle_verify(
-            batch,
-            target_worker=self.target_worker,
-            req_to_token_pool=self.req_to_token_pool,
-            token_to_kv_pool_allocator=self.token_to_kv_pool_allocator,
-            plan_stream=None,
-            plan_stream_ctx=contextlib.nullcontext(),
-            topk=1,
-            num_draft_tokens=batch.spec_info.draft_token_num,
-            device=self._runner.device,
-            metadata_ready_pre_pad=False,
-            finalize_tree_path=False,
-            grammar_barrier=grammar_barrier,
-        )
-        result.next_draft_input = BonusInput(bonus_tokens=result.next_draft_input.bonus_tokens)
         return result
 
     def _note(self, batch: Any, caps: list[int], drafts: list[list[int]], result: Any) -> None:

@@ -7,20 +7,16 @@ one target forward, at one width -> the KV of accepted paths moves together.
 
 from __future__ import annotations
 
-import contextlib
 from abc import abstractmethod
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 from sglang.srt.runtime_context import get_spec
-from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
-from sglang.srt.speculative.eagle_worker_common import run_eagle_verify
 
-from speculators_ext.engines.sglang.chains import BonusInput
 from speculators_ext.engines.sglang.heads.draft_model import DraftModel
-from speculators_ext.engines.sglang.request_rows import KnownRequests
 from speculators_ext.engines.sglang.trees import common_width, tree_verify_input
+from speculators_ext.engines.sglang.worker import RoundWorker
 from speculators_ext.proposers.head_rounds import MAX_BACKLOG, Backlog, HeadRows, Roots
 from speculators_ext.tree import DraftTree
 
@@ -37,7 +33,7 @@ __all__ = ["HeadWorker"]
 ClockT = TypeVar("ClockT", bound="RoundClock")
 
 
-class HeadWorker(BaseSpecWorker, Generic[ClockT]):
+class HeadWorker(RoundWorker, Generic[ClockT]):
     """Drafts with a head; see the module's docstring for a round.
 
     Args:
@@ -58,13 +54,10 @@ class HeadWorker(BaseSpecWorker, Generic[ClockT]):
         nccl_port: int,
         target_worker: Any,
     ) -> None:
-        super().__init__()
-        self._target_worker = target_worker
-        self._draft_worker = self.model = DraftModel(server_args, gpu_id, nccl_port, target_worker)
+        self.model = DraftModel(server_args, gpu_id, nccl_port, target_worker)
+        most = get_spec().speculative_num_draft_tokens - 1
+        super().__init__(target_worker, self.model, most)
         self._options, self._clock = options, clock
-        self._most = get_spec().speculative_num_draft_tokens - 1
-        self._last = target_worker.model_config.context_len - 1
-        self._known = KnownRequests(tail=1)
         self._backlog: Backlog[str] = Backlog()
         self._missing: set[str] = set()
         self._newest: dict[str, int] = {}  # rows the last round kept
@@ -123,20 +116,14 @@ class HeadWorker(BaseSpecWorker, Generic[ClockT]):
         lengths = batch.seq_lens.tolist()
         caps, trees = self._draft(batch, lengths)
         batch.spec_info = tree_verify_input(trees, lengths, self._last)
-        result = self._verify(batch, trees, grammar_barrier)
-        if on_publish is not None:
-            on_publish(result.new_seq_lens)
+        moves = not all(tree.is_chain for tree in trees)
+        result = self.run_verify(batch, on_publish, grammar_barrier, moves=moves)
         self._note(batch, lengths, caps, trees, result)
         return result
 
     def _prefill(self, batch: Any, on_publish: Callable[[torch.Tensor], None] | None) -> Any:
         self._clock.interrupt()
-        result = self.target_worker.forward_batch_generation(
-            batch, capture_hidden_mode=CaptureHiddenMode.FULL
-        )
-        result.new_seq_lens = batch.seq_lens
-        if on_publish is not None:
-            on_publish(result.new_seq_lens)
+        result = self.run_prefill(batch, on_publish, capture_hidden_mode=CaptureHiddenMode.FULL)
         sampled = result.next_token_ids.tolist()
         hidden = result.logits_output.hidden_states.split(batch.extend_lens)
         ids = batch.input_ids.long().split(batch.extend_lens)
@@ -149,7 +136,6 @@ class HeadWorker(BaseSpecWorker, Generic[ClockT]):
             self.keep(req.rid, HeadRows(batch.prefix_lens[row], behind, hidden[row].clone()))
             if unfinished or self._backlog.size(req.rid) >= MAX_BACKLOG:
                 self.model.extend(batch, [row], [self._take(req.rid)])
-        result.next_draft_input = BonusInput(bonus_tokens=result.next_token_ids)
         return result
 
     def keep(self, rid: str, rows: HeadRows) -> None:
@@ -221,23 +207,6 @@ class HeadWorker(BaseSpecWorker, Generic[ClockT]):
             trees = self.grow(batch, roots, plan)
         return dict(zip(own, trees, strict=True))
 
-    def _verify(self, batch: Any, trees: list[DraftTree], grammar_barrier: Any) -> Any:
-        straight = all(tree.is_chain for tree in trees)
-        return run_eagle_verify(
-            batch,
-            target_worker=self.target_worker,
-            req_to_token_pool=self.req_to_token_pool,
-            token_to_kv_pool_allocator=self.token_to_kv_pool_allocator,
-            plan_stream=None,
-            plan_stream_ctx=contextlib.nullcontext(),
-            topk=1 if straight else 2,  # more than 1: accepted rows move to the front
-            num_draft_tokens=batch.spec_info.draft_token_num,
-            device=self.target_worker.model_runner.device,
-            metadata_ready_pre_pad=False,
-            finalize_tree_path=True,
-            grammar_barrier=grammar_barrier,
-        )
-
     def _note(
         self, batch: Any, lengths: list[int], caps: list[int], trees: list[DraftTree], result: Any
     ) -> None:
@@ -253,5 +222,4 @@ class HeadWorker(BaseSpecWorker, Generic[ClockT]):
             self.keep(req.rid, HeadRows(lengths[row], kept, hidden[row, :count].clone()))
             paths.append((result.accept_index[row, :count] - row * width).tolist())
         self._newest = {req.rid: count for req, count in zip(batch.reqs, counts, strict=True)}
-        result.next_draft_input = BonusInput(bonus_tokens=result.next_draft_input.bonus_tokens)
         self.note_outcome(batch, caps, trees, paths)

@@ -7,21 +7,18 @@ words.
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.runtime_context import get_spec
-from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
-from sglang.srt.speculative.eagle_worker_common import run_eagle_verify
 
-from speculators_ext.engines.sglang.chains import BonusInput, chain_verify_input
+from speculators_ext.engines.sglang.chains import chain_verify_input
 from speculators_ext.engines.sglang.choices import choosing
 from speculators_ext.engines.sglang.log import log_method
 from speculators_ext.engines.sglang.reasoning_step.judging import Candidate, StepJudging
 from speculators_ext.engines.sglang.reasoning_step.requested import load_tokenizer, step_settings
 from speculators_ext.engines.sglang.reasoning_step.small_model import SmallModel
-from speculators_ext.engines.sglang.request_rows import KnownRequests
+from speculators_ext.engines.sglang.worker import RoundWorker
 from speculators_ext.proposers.reasoning_step import (
     DraftedStep,
     StepRules,
@@ -52,7 +49,7 @@ class _Entry:
     judgeable: bool = False
 
 
-class ReasoningStepWorker(BaseSpecWorker):
+class ReasoningStepWorker(RoundWorker):
     """Drafts steps with a model of its own; see the module's docstring for a round.
 
     Args:
@@ -63,18 +60,14 @@ class ReasoningStepWorker(BaseSpecWorker):
     """
 
     def __init__(self, server_args: Any, gpu_id: int, nccl_port: int, target_worker: Any) -> None:
-        super().__init__()
-        self._target_worker = target_worker
-        self._draft_worker = self.model = SmallModel(server_args, gpu_id, nccl_port, target_worker)
+        self.model = SmallModel(server_args, gpu_id, nccl_port, target_worker)
+        super().__init__(target_worker, self.model, get_spec().speculative_num_steps)
         self._options = step_settings(server_args)
         self._rules = _rules(server_args, self._options, target_worker.model_config.hf_eos_token_id)
         self._judging = StepJudging(self._options)
-        self._most = get_spec().speculative_num_steps
-        self._last = target_worker.model_config.context_len - 1
         small = self.model.draft_runner.model_config.vocab_size
         # Padding of one vocabulary beyond the other's is never drafted and never read.
         self._both = min(small, target_worker.model_config.vocab_size)
-        self._known = KnownRequests(tail=1)
         self._entries: dict[str, _Entry] = {}
         self._missing: set[str] = set()
         log_method("REASONING_STEP", self._most, self._options)
@@ -95,17 +88,12 @@ class ReasoningStepWorker(BaseSpecWorker):
         batch.spec_info = chain_verify_input(bonus, drafts, lengths, self._last)
         rows = [self._candidate(req, own) for req, own in zip(batch.reqs, drafts, strict=True)]
         with choosing(lambda *given: self._judging.choose(rows, *given)):
-            result = self._verify(batch, grammar_barrier)
-        if on_publish is not None:
-            on_publish(result.new_seq_lens)
+            result = self.run_verify(batch, on_publish, grammar_barrier)
         self._note(batch, result)
         return result
 
     def _prefill(self, batch: Any, on_publish: Callable[[torch.Tensor], None] | None) -> Any:
-        result = self.target_worker.forward_batch_generation(batch)
-        result.new_seq_lens = batch.seq_lens
-        if on_publish is not None:
-            on_publish(result.new_seq_lens)
+        result = self.run_prefill(batch, on_publish)
         for req, token in zip(batch.reqs, result.next_token_ids.tolist(), strict=True):
             self._known.start(req, token)
             output = [*req.output_ids, token]
@@ -115,25 +103,6 @@ class ReasoningStepWorker(BaseSpecWorker):
             self._entries[req.rid] = _Entry(
                 [*prompt, *output], StepTracker(rules, prompt, output), _is_exact(req)
             )
-        result.next_draft_input = BonusInput(bonus_tokens=result.next_token_ids)
-        return result
-
-    def _verify(self, batch: Any, grammar_barrier: Any) -> Any:
-        result = run_eagle_verify(
-            batch,
-            target_worker=self.target_worker,
-            req_to_token_pool=self.req_to_token_pool,
-            token_to_kv_pool_allocator=self.token_to_kv_pool_allocator,
-            plan_stream=None,
-            plan_stream_ctx=contextlib.nullcontext(),
-            topk=1,
-            num_draft_tokens=batch.spec_info.draft_token_num,
-            device=self.target_worker.model_runner.device,
-            metadata_ready_pre_pad=False,
-            finalize_tree_path=False,
-            grammar_barrier=grammar_barrier,
-        )
-        result.next_draft_input = BonusInput(bonus_tokens=result.next_draft_input.bonus_tokens)
         return result
 
     def _forget_absent(self, present: set[str]) -> None:
