@@ -43,9 +43,9 @@ def attend_prefix(
     window = layer.sliding_window_size
     if window is None or window < 0 or positions is None:
         return tree_attention_ref(query, key, value, keys, values, sees, layer.scaling)
-    at = torch.cat([torch.arange(keys.shape[1]), positions])
+    at = torch.cat([torch.arange(keys.shape[1], device=positions.device), positions])
     near = at >= positions.unsqueeze(1) - window
-    sees = torch.cat([torch.ones(len(sees), keys.shape[1], dtype=torch.bool), sees], dim=1) & near
+    sees = torch.cat([sees.new_ones(len(sees), keys.shape[1]), sees], dim=1) & near
     key = torch.cat([keys.transpose(0, 1), key])
     value = torch.cat([values.transpose(0, 1), value])
     none = keys[:, :0], values[:, :0]
@@ -79,7 +79,7 @@ class PackedRowsBackend:
     ) -> Tensor:
         """Attend packed rows: [R * W, ...] -> [R * W, heads * v_head_dim]."""
         width = q.shape[0] // len(self._slots)
-        itself = torch.eye(width, dtype=torch.bool)
+        itself = torch.eye(width, dtype=torch.bool, device=q.device)
         query = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
         key = k.view(-1, layer.tp_k_head_num, layer.qk_head_dim)
         value = v.view(-1, layer.tp_v_head_num, layer.v_head_dim)
@@ -88,7 +88,7 @@ class PackedRowsBackend:
         parts = []
         for request, slots in enumerate(self._slots):
             own = slice(request * width, request * width + width)
-            positions = torch.full((width,), slots.shape[0])
+            positions = torch.full((width,), slots.shape[0], device=q.device)
             cached = (keys[slots], values[slots])
             parts.append(
                 attend_prefix(layer, query[own], key[own], value[own], cached, itself, positions)

@@ -8,6 +8,8 @@ import torch
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 from sglang.srt.speculative.eagle_info import EagleDraftInput, EagleVerifyInput
 
+from speculators_ext.engines.sglang.verify_shape import AS_NEEDED, VerifyShape, lay_mask
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -36,9 +38,13 @@ class BonusInput(EagleDraftInput):
 
 
 def chain_verify_input(
-    bonus: torch.Tensor, drafts: Sequence[Sequence[int]], lengths: Sequence[int], last: int
+    bonus: torch.Tensor,
+    drafts: Sequence[Sequence[int]],
+    lengths: Sequence[int],
+    last: int,
+    shape: VerifyShape = AS_NEEDED,
 ) -> EagleVerifyInput:
-    """Lay the chains of a batch out for verification, all as wide as the longest.
+    """Lay the chains of a batch out for verification, all of one width.
 
     Rows behind a chain's end are linked to nothing, so nothing can accept them; they carry a valid
     id and position because what reaches the model is embedded unchecked.
@@ -48,23 +54,24 @@ def chain_verify_input(
         drafts: the ids behind it, of each request.
         lengths: tokens with KV, of each request.
         last: greatest position the model has.
+        shape: as the attention wants it.
     """
-    counts = torch.tensor([len(ids) for ids in drafts])
-    width = int(counts.max()) + 1
-    num_reqs, columns = len(drafts), torch.arange(width)
-    tokens = torch.zeros(num_reqs, width, dtype=torch.int64)
+    sizes, device = [len(ids) for ids in drafts], shape.device
+    width = shape.width or max(sizes) + 1
+    num_reqs, columns = len(drafts), torch.arange(width, device=device)
+    rows = [[0, *ids, *[0] * (width - 1 - len(ids))] for ids in drafts]
+    tokens = torch.tensor(rows, dtype=torch.int64, device=device)
     tokens[:, 0] = bonus
-    for row, ids in enumerate(drafts):
-        tokens[row, 1 : len(ids) + 1] = torch.tensor(ids, dtype=torch.int64)
-    positions = (torch.tensor(lengths).unsqueeze(1) + columns).clamp(max=last)
-    linked = columns < counts.unsqueeze(1)
+    starts = torch.tensor(lengths, dtype=torch.int64, device=device).unsqueeze(1)
+    linked = columns < torch.tensor(sizes, device=device).unsqueeze(1)
+    sees = (columns <= columns.unsqueeze(1)).expand(num_reqs, width, width)
     return EagleVerifyInput(
         draft_token=tokens.flatten(),
-        custom_mask=torch.ones(width, width, dtype=torch.bool).tril().repeat(num_reqs, 1).flatten(),
-        positions=positions.flatten(),
-        retrieve_index=torch.arange(num_reqs * width).view(num_reqs, width),
+        custom_mask=lay_mask(sees, lengths, shape),
+        positions=(starts + columns).clamp(max=last).flatten(),
+        retrieve_index=torch.arange(num_reqs * width, device=device).view(num_reqs, width),
         retrieve_next_token=torch.where(linked, columns + 1, -1),
-        retrieve_next_sibling=torch.full((num_reqs, width), -1),
+        retrieve_next_sibling=torch.full((num_reqs, width), -1, device=device),
         retrieve_cum_len=None,
         spec_steps=width - 1,
         topk=1,

@@ -36,14 +36,15 @@ def decode_step(
         spec_info: what the model asks for beyond ids.
         capture_hidden_mode: of hidden states; None: as SGLang would.
     """
-    step = copy.copy(batch)
-    at = torch.tensor(positions)
+    step, device = copy.copy(batch), batch.seq_lens.device
+    at = torch.tensor(positions, device=device)
     step.forward_mode = ForwardMode.DECODE
     step.reqs = [batch.reqs[row] for row in rows]
-    step.req_pool_indices = batch.req_pool_indices[rows]
-    step.input_ids = torch.as_tensor(tokens)
-    step.seq_lens = step.seq_lens_cpu = step.orig_seq_lens = at + 1
-    step.seq_lens_sum = int(step.seq_lens.sum())
+    step.req_pool_indices = batch.req_pool_indices[torch.tensor(rows, device=device)]
+    step.input_ids = torch.as_tensor(tokens, device=device)
+    step.seq_lens = step.orig_seq_lens = at + 1
+    step.seq_lens_cpu = torch.tensor(positions) + 1
+    step.seq_lens_sum = sum(positions) + len(positions)
     table = batch.req_to_token_pool.req_to_token
     step.out_cache_loc = table[step.req_pool_indices.long(), at].to(torch.int64)
     step.spec_info, step.sampling_info = spec_info, None

@@ -7,6 +7,7 @@ import os
 from typing import TYPE_CHECKING
 
 from speculators_ext.engines.devices import find_gpu
+from speculators_ext.engines.sglang.gpus import is_allowed
 from speculators_ext.engines.source_probe import Expectation, engine_root
 from speculators_ext.engines.source_probe import find_problem as find_problem_in_source
 
@@ -36,12 +37,22 @@ _EXPECTED = (
                 ("verify_input", "batch", "logits_output")),
     Expectation("sglang.kernels.ops.speculative.spec_tree", "verify_tree_greedy_func",
                 ("predicts", "accept_index", "accept_token_num", "candidates", "target_predict")),
+    Expectation(f"{_SRT}.speculative.eagle_utils", "_verify_uses_greedy",
+                ("is_all_greedy", "is_cpu", "is_hip", "is_xpu", "use_rejection_sampling")),
+    Expectation(f"{_SRT}.speculative.eagle_utils", "TreeMaskMode"),
+    Expectation(f"{_SRT}.speculative.spec_info", "create_dummy_verify_input",
+                ("spec_algorithm", "custom_mask", "num_tokens_per_req", "is_draft_worker")),
+    Expectation(f"{_SRT}.model_executor.runner.decode_cuda_graph_runner",
+                "DecodeCudaGraphRunner.get_spec_info", ("self", "num_tokens")),
+    Expectation(f"{_SRT}.layers.attention.base_attn_backend", "AttentionBackend.verify_mask"),
     Expectation(f"{_SRT}.speculative.eagle_info", "EagleDraftInput.filter_batch",
                 ("self", "new_indices", "new_indices_cpu")),
     Expectation(f"{_SRT}.speculative.eagle_info", "EagleVerifyInput"),
     Expectation(f"{_SRT}.speculative.eagle_worker_v2", "EagleDraftWorker.__init__",
                 ("self", "server_args", "gpu_id", "nccl_port", "target_worker")),
     Expectation(f"{_SRT}.speculative.eagle_worker_v2", "EagleDraftWorker.init_attention_backend",
+                ("self",)),
+    Expectation(f"{_SRT}.speculative.eagle_worker_v2", "EagleDraftWorker.init_cuda_graphs",
                 ("self",)),
     Expectation(f"{_SRT}.speculative.eagle_worker_v2", "EagleDraftWorker.init_token_map",
                 ("self",)),
@@ -103,22 +114,46 @@ def install() -> None:
     register_algorithms()
     _hook("sglang.srt.server_args.ServerArgs.add_cli_args", add_flag, "AFTER")
     if _on_cpu():
+        _install_sampling()
         _install_on_cpu()
+    elif find_gpu() is not None and is_allowed():
+        _install_sampling()
+        _install_on_gpu()
 
 
 def _on_cpu() -> bool:
     return os.environ.get("SGLANG_USE_CPU_ENGINE") == "1" and find_gpu() is None
 
 
-def _install_on_cpu() -> None:
+def _install_sampling() -> None:
     from speculators_ext.engines.sglang import sampling
-    from speculators_ext.engines.sglang.cpu import draft_attention, verify_attention
 
     _hook("sglang.srt.speculative.eagle_utils.eagle_sample", sampling.eagle_sample)
     _hook(
         "sglang.kernels.ops.speculative.spec_tree.verify_tree_greedy_func",
         sampling.verify_tree_greedy,
     )
+
+
+def _install_on_gpu() -> None:
+    from speculators_ext.engines.sglang import capture, sampling
+
+    eagle_utils = "sglang.srt.speculative.eagle_utils"
+    _hook(f"{eagle_utils}._verify_uses_greedy", sampling.verify_uses_greedy)
+    runners = "sglang.srt.model_executor.runner"
+    _hook(
+        f"{runners}.decode_cuda_graph_runner.DecodeCudaGraphRunner.get_spec_info",
+        capture.get_spec_info,
+    )
+    _hook(
+        "sglang.srt.speculative.spec_info.create_dummy_verify_input",
+        capture.create_dummy_verify_input,
+    )
+
+
+def _install_on_cpu() -> None:
+    from speculators_ext.engines.sglang.cpu import draft_attention, verify_attention
+
     _hook(
         "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend.forward_extend",
         verify_attention.forward_extend,

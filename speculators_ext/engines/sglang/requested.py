@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from speculators_ext.config import ConfigError, TargetInfo, validate_num_speculative_tokens
 from speculators_ext.engines.devices import find_gpu
+from speculators_ext.engines.sglang.gpus import check_gpu
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -143,38 +144,56 @@ def tree_nodes(options: TreeConfig, server_args: Any) -> int:
     return nodes
 
 
-def check_engine(name: str, server_args: Any) -> None:
-    """Refuse, in one line, a machine or a topology that algorithm ``name`` was never run on."""
+def check_engine(name: str, server_args: Any, *, on_gpus: bool = False) -> None:
+    """Refuse, in one line, a machine or a topology that algorithm ``name`` was never run on.
+
+    Args:
+        name: of the algorithm.
+        server_args: SGLang's.
+        on_gpus: whether it has been written for GPUs, where a user may try it.
+    """
     gpu = find_gpu()
-    if server_args.device != "cpu" or gpu is not None:
+    if on_gpus and gpu is not None:
+        check_gpu(name, server_args, gpu)
+    elif gpu is not None or server_args.device != "cpu":
         raise ConfigError(
             f"--speculative-algorithm {name}: runs on CPUs in this version, not with "
             f"--device {server_args.device}{f' ({gpu} is here)' if gpu else ''}; "
             "accepted: --device cpu on a machine without a GPU; use vLLM on GPUs"
         )
+    else:
+        _check_cpu_attention(name, server_args)
     for flag in ("tp_size", "pp_size", "dp_size"):
         if getattr(server_args, flag) != 1:
             raise ConfigError(
                 f"--speculative-algorithm {name}: --{flag.replace('_', '-')}="
                 f"{getattr(server_args, flag)} is not supported; accepted: 1"
             )
-    obstacle = _cache_obstacle(target_config(server_args))
+    obstacle = _cache_obstacle(target_config(server_args), on_gpu=gpu is not None)
     if obstacle is not None:
         raise ConfigError(
             f"--speculative-algorithm {name}: {obstacle}; choose another target, or vLLM"
         )
+
+
+def _check_cpu_attention(name: str, server_args: Any) -> None:
     backend = server_args.attention_backend
-    if backend not in (None, "torch_native"):
+    # What GPUs run runs here too, slowly: the way to try it without one.
+    interpreted = backend == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
+    if backend not in (None, "torch_native") and not interpreted:
         raise ConfigError(
-            f"--attention-backend={backend} is not supported by {name}; accepted: torch_native"
+            f"--attention-backend={backend} is not supported by {name} on CPUs; "
+            "accepted: torch_native, or triton in its interpreter (TRITON_INTERPRET=1)"
         )
 
 
-def _cache_obstacle(config: Any) -> str | None:
+def _cache_obstacle(config: Any, *, on_gpu: bool) -> str | None:
     """Why a target's cache or positions are not those we draft and verify on; None: they are."""
     from sglang.srt.configs.model_config import is_hybrid_swa_model
 
     if getattr(config, "kv_lora_rank", None):
+        if on_gpu:
+            return "a cache of latent attention (MLA) is not supported on GPUs"
         return "SGLang's torch_native does not run latent attention (MLA), with or without drafts"
     text = config.get_text_config()
     kinds = set(getattr(text, "layer_types", None) or ())
@@ -185,6 +204,8 @@ def _cache_obstacle(config: Any) -> str | None:
         return "only targets that read nothing but text are supported"
     if is_hybrid_swa_model(list(config.architectures or ()), text):
         return "a second cache for sliding layers is not supported"
+    if "sliding_attention" in kinds and on_gpu:
+        return "layers with a sliding window are not supported on GPUs"
     return None
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from speculators_ext.engines.round_times import RoundTimes
 from speculators_ext.engines.sglang.log import logger
 from speculators_ext.proposers.adaptive import DepthController, RowOutcome
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from speculators_ext.proposers.regimes import Transition
 
@@ -30,12 +32,38 @@ class RoundClock(RoundTimes):
     """
 
     def __init__(self, max_depth: int, refresh_interval: int, *, adaptive: bool) -> None:
-        super().__init__(own_time=True)  # on CPUs only, so far
+        super().__init__(own_time=True)
+        self._wait: Callable[[], None] | None = None
         self._max_depth = max_depth
         self._controller = DepthController(max_depth, refresh_interval) if adaptive else None
         self._drafting_ended: tuple[float, float] | None = None
         self._names: list[str] = []
         self._outcomes: list[RowOutcome] = []
+
+    def time_on(self, device: str) -> None:
+        """Time work on ``device``, SGLang's name of it. The default is the CPU.
+
+        Elsewhere launching is soon over, so the clock waits for what has been launched.
+        """
+        self._own_time = device == "cpu"
+        module = torch.get_device_module(device)
+        self._wait = None if self._own_time else lambda: module.current_stream().synchronize()
+
+    def _settle(self) -> None:
+        if self._wait is not None and self._controller is not None:
+            self._wait()
+
+    def _now(self) -> float:
+        self._settle()
+        return super()._now()
+
+    def _moment(self) -> tuple[float, float]:
+        self._settle()  # before the time that passes is read too
+        return super()._moment()
+
+    def _since(self, then: tuple[float, float]) -> float:
+        self._settle()
+        return super()._since(then)
 
     def interrupt(self) -> None:
         """Something else ran in between, such as a prefill: the next round's wait says nothing."""

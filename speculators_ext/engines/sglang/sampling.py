@@ -1,8 +1,12 @@
-"""True sampling in verification on CPUs, where SGLang takes the likeliest token instead.
+"""Sampling in verification as plain decoding samples, on CPUs and GPUs.
 
 The target's token behind every row is drawn as plain decoding draws it, and a draft is accepted
 where it is that token. For drafts that were chosen, not drawn, that is the standard rule: draft x
-is accepted with probability p(x), and what replaces it follows p without x.
+is accepted with probability p(x), and what replaces it follows p without x. Of siblings in a tree,
+which are distinct, one at most is that token.
+
+SGLang takes the likeliest token on CPUs. On GPUs it samples, but leaves ``min_p`` out, and takes
+``top_p`` of what ``top_k`` has left where plain decoding takes both of the whole.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ from speculators_ext.engines.sglang.choices import final_choice
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["eagle_sample", "verify_tree_greedy"]
+__all__ = ["eagle_sample", "verify_tree_greedy", "verify_uses_greedy"]
 
 
 class _Verification(NamedTuple):
@@ -48,6 +52,11 @@ def eagle_sample(
         return original(verify_input, batch, logits_output, *args, **kwargs)
     finally:
         _under_way.pop()
+
+
+def verify_uses_greedy(original: Callable[..., bool], **kwargs: Any) -> bool:
+    """Around SGLang's choice of a rule: drafts of ours are compared with the target's tokens."""
+    return bool(_under_way) or original(**kwargs)
 
 
 def verify_tree_greedy(

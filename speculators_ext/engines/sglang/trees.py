@@ -9,6 +9,8 @@ import torch
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 from sglang.srt.speculative.eagle_info import EagleVerifyInput
 
+from speculators_ext.engines.sglang.verify_shape import AS_NEEDED, VerifyShape, lay_mask
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -37,9 +39,12 @@ def common_width(trees: Sequence[DraftTree], floor: float) -> int:
 
 
 def tree_verify_input(
-    trees: Sequence[DraftTree], lengths: Sequence[int], last: int
+    trees: Sequence[DraftTree],
+    lengths: Sequence[int],
+    last: int,
+    shape: VerifyShape = AS_NEEDED,
 ) -> EagleVerifyInput:
-    """Lay the trees of a batch out for verification, all as wide as the widest.
+    """Lay the trees of a batch out for verification, all of one width.
 
     Rows behind a tree's end are linked to nothing and see themselves only; they carry a valid id
     and position because what reaches the model is embedded unchecked.
@@ -48,8 +53,9 @@ def tree_verify_input(
         trees: of each request, the root first; the root alone where nothing was drafted.
         lengths: tokens with KV, of each request.
         last: greatest position the model has.
+        shape: as the attention wants it.
     """
-    width, num_reqs = max(len(tree) for tree in trees), len(trees)
+    width, num_reqs = shape.width or max(len(tree) for tree in trees), len(trees)
     tokens = np.zeros((num_reqs, width), dtype=np.int64)
     depths = np.zeros((num_reqs, width), dtype=np.int64)
     sees = np.broadcast_to(np.eye(width, dtype=bool), (num_reqs, width, width)).copy()
@@ -64,13 +70,17 @@ def tree_verify_input(
             sibling[row, node] = child[row, parent]
             child[row, parent] = node
     positions = np.minimum(np.asarray(lengths)[:, None] + depths, last)
+
+    def placed(values: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(values).to(shape.device)
+
     return EagleVerifyInput(
-        draft_token=torch.from_numpy(tokens).flatten(),
-        custom_mask=torch.from_numpy(sees).flatten(),
-        positions=torch.from_numpy(positions).flatten(),
-        retrieve_index=torch.arange(num_reqs * width).view(num_reqs, width),
-        retrieve_next_token=torch.from_numpy(child),
-        retrieve_next_sibling=torch.from_numpy(sibling),
+        draft_token=placed(tokens).flatten(),
+        custom_mask=lay_mask(placed(sees), lengths, shape),
+        positions=placed(positions).flatten(),
+        retrieve_index=placed(np.arange(num_reqs * width).reshape(num_reqs, width)),
+        retrieve_next_token=placed(child),
+        retrieve_next_sibling=placed(sibling),
         retrieve_cum_len=None,
         spec_steps=int(depths.max()),
         topk=-1,

@@ -5,16 +5,21 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any
 
+from sglang.srt.runtime_context import get_spec
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.eagle_worker_common import run_eagle_verify
 
 from speculators_ext.engines.sglang.chains import BonusInput
+from speculators_ext.engines.sglang.gpus import warn_untried
 from speculators_ext.engines.sglang.request_rows import KnownRequests
+from speculators_ext.engines.sglang.verify_shape import verify_shape
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     import torch
+
+    from speculators_ext.engines.sglang.verify_shape import VerifyShape
 
 __all__ = ["RoundWorker"]
 
@@ -36,6 +41,18 @@ class RoundWorker(BaseSpecWorker):
         self._most = most
         self._last = target_worker.model_config.context_len - 1
         self._known = KnownRequests(tail=tail)
+        if self.on_gpu:
+            warn_untried(get_spec().speculative_algorithm)
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the target runs on a GPU."""
+        return self._runner.device != "cpu"
+
+    @property
+    def verify_shape(self) -> VerifyShape:
+        """How drafts are laid out for the attention that verifies them."""
+        return verify_shape(self._runner, self._most)
 
     def run_prefill(
         self, batch: Any, on_publish: Callable[[torch.Tensor], None] | None, **kwargs: Any

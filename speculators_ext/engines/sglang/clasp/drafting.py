@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
@@ -10,7 +11,7 @@ from speculators_ext.engines.sglang.attention import PackedRowsBackend
 from speculators_ext.proposers.clasp import best_set, solve
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     import torch
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -25,8 +26,21 @@ def draft_logits(
     layers: TargetLayers, runner: Any, kept: tuple[int, ...], step: ForwardBatch
 ) -> torch.Tensor:
     """One draft step through the layers ``kept``: [n, V]."""
-    with layers.only(kept):
+    with layers.only(kept), _launched(runner):
         return runner.forward(step).logits_output.next_token_logits
+
+
+@contextmanager
+def _launched(runner: Any) -> Iterator[None]:
+    """Within, ``runner`` launches decode steps kernel by kernel.
+
+    A captured graph holds all layers: replayed, it would draft with the whole target.
+    """
+    captured, runner.decode_cuda_graph_runner = runner.decode_cuda_graph_runner, None
+    try:
+        yield
+    finally:
+        runner.decode_cuda_graph_runner = captured
 
 
 class _PackedStack:

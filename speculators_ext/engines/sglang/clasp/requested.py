@@ -39,7 +39,7 @@ def prepare_clasp(server_args: Any) -> None:
     Raises:
         ConfigError: one line naming the flag, what is accepted and the remedy.
     """
-    check_engine("CLASP", server_args)
+    check_engine("CLASP", server_args, on_gpus=True)
     refuse_flags(
         "CLASP", server_args, ("speculative_draft_model_path", "the target drafts for itself")
     )

@@ -53,6 +53,7 @@ class ClaspWorker(RoundWorker):
         self._clock = RoundClock(
             self._most, self._config.refresh_interval, adaptive=self._config.adaptive
         )
+        self._clock.time_on(self._runner.device)
         log_method("CLASP", self._most, self._config)
 
     def forward_batch_generation(
@@ -68,7 +69,7 @@ class ClaspWorker(RoundWorker):
         lengths = batch.seq_lens.tolist()
         caps, drafts = self._draft(batch, lengths)
         bonus = batch.spec_info.bonus_tokens
-        batch.spec_info = chain_verify_input(bonus, drafts, lengths, self._last)
+        batch.spec_info = chain_verify_input(bonus, drafts, lengths, self._last, self.verify_shape)
         result = self.run_verify(batch, on_publish, grammar_barrier)
         self._note(batch, caps, drafts, result)
         return result

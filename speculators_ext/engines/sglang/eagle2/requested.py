@@ -77,7 +77,7 @@ def prepare_eagle2(server_args: Any) -> None:
     Raises:
         ConfigError: one line naming the flag, what is accepted and the remedy.
     """
-    check_engine("EAGLE2", server_args)
+    check_engine("EAGLE2", server_args, on_gpus=True)
     refuse_flags(
         "EAGLE2",
         server_args,

@@ -64,7 +64,8 @@ class ExtendBackend:
         pieces = zip(query.split(list(self._counts)), self._slots, strict=True)
         for rows, slots in pieces:
             n, length = len(rows), len(slots)
-            sees = torch.arange(length) <= torch.arange(length - n, length).unsqueeze(1)
+            at = torch.arange(length, device=rows.device)
+            sees = at <= at[length - n :].unsqueeze(1)
             out = torch.nn.functional.scaled_dot_product_attention(
                 rows.transpose(0, 1).unsqueeze(0),
                 keys[slots].to(rows.dtype).transpose(0, 1).unsqueeze(0),
@@ -150,7 +151,7 @@ class LevelBackend:
         self, pools: tuple[Tensor, Tensor], slots: Tensor, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
         def one(pool: Tensor) -> Tensor:
-            side = torch.zeros(
+            side = pool.new_zeros(
                 pool.shape[1], len(slots) + self._num_places, pool.shape[2], dtype=dtype
             )
             side[:, : len(slots)] = pool[slots].to(dtype).transpose(0, 1)

@@ -41,6 +41,10 @@ class DraftModel(EagleDraftWorker):
         self.draft_attn_backend = self.draft_extend_attn_backend = None
         self.draft_runner.draft_attn_backend = None
 
+    def init_cuda_graphs(self) -> None:
+        """None: SGLang's are of its own drafting. What else is set up then is set up."""
+        self.draft_worker.init_cuda_graphs(capture_decode_cuda_graph=False)
+
     @property
     def pool(self) -> Any:
         """The model's KV pool, whose slots are the target's."""
@@ -50,7 +54,7 @@ class DraftModel(EagleDraftWorker):
     def draft_to_target(self) -> Tensor | None:
         """int64 [V_draft], what to add to a draft id to get the target's; None: one vocabulary."""
         ids = self.hot_token_id
-        return None if ids is None else ids - torch.arange(len(ids))
+        return None if ids is None else ids - torch.arange(len(ids), device=ids.device)
 
     def run(
         self,

@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+import numpy as np
 import torch
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 from sglang.srt.runtime_context import get_spec
@@ -58,6 +59,7 @@ class HeadWorker(RoundWorker, Generic[ClockT]):
         most = get_spec().speculative_num_draft_tokens - 1
         super().__init__(target_worker, self.model, most)
         self._options, self._clock = options, clock
+        self._clock.time_on(self._runner.device)
         self._backlog: Backlog[str] = Backlog()
         self._missing: set[str] = set()
         self._newest: dict[str, int] = {}  # rows the last round kept
@@ -115,7 +117,7 @@ class HeadWorker(RoundWorker, Generic[ClockT]):
             return self._prefill(batch, on_publish)
         lengths = batch.seq_lens.tolist()
         caps, trees = self._draft(batch, lengths)
-        batch.spec_info = tree_verify_input(trees, lengths, self._last)
+        batch.spec_info = tree_verify_input(trees, lengths, self._last, self.verify_shape)
         moves = not all(tree.is_chain for tree in trees)
         result = self.run_verify(batch, on_publish, grammar_barrier, moves=moves)
         self._note(batch, lengths, caps, trees, result)
@@ -162,8 +164,9 @@ class HeadWorker(RoundWorker, Generic[ClockT]):
         trees = [DraftTree.of([token], [-1]) for token in bonus.tolist()]
         for row, tree in self._draft_rows(batch, caps, lengths, bonus, plan).items():
             trees[row] = tree
-        width = common_width(trees, self.node_floor(len(names)))
-        trees = [tree.cut(width) for tree in trees]
+        if self.verify_shape.width is None:
+            width = common_width(trees, self.node_floor(len(names)))
+            trees = [tree.cut(width) for tree in trees]
         self._clock.end_drafting()
         return caps, trees
 
@@ -193,8 +196,9 @@ class HeadWorker(RoundWorker, Generic[ClockT]):
         with self._clock.extending(new, sum(sizes[row] for row in rows)):
             pieces = [self._take(names[row]) for row in rows]
             out = self.head_output(self.model.extend(batch, rows, pieces))
-            ends = torch.tensor([len(piece.tokens) for piece in pieces]).cumsum(0) - 1
-            hidden, features = (side[ends[growing]] for side in out)
+            ends = np.cumsum([len(piece.tokens) for piece in pieces]) - 1
+            last = torch.tensor(ends[growing], device=bonus.device)
+            hidden, features = (side[last] for side in out)
         if not growing:
             return {}
         with self._clock.drafting(0):
@@ -215,11 +219,11 @@ class HeadWorker(RoundWorker, Generic[ClockT]):
         width = batch.spec_info.draft_token_num
         tokens = result.next_token_ids.view(num_reqs, width)
         hidden = result.logits_output.hidden_states.view(num_reqs, width, -1)
-        paths = []
+        accepted, paths = result.accept_index.tolist(), []
         for row, (req, count) in enumerate(zip(batch.reqs, counts, strict=True)):
             kept = tokens[row, :count].long()
             self._known.extend(req.rid, kept.tolist())
             self.keep(req.rid, HeadRows(lengths[row], kept, hidden[row, :count].clone()))
-            paths.append((result.accept_index[row, :count] - row * width).tolist())
+            paths.append([number - row * width for number in accepted[row][:count]])
         self._newest = {req.rid: count for req, count in zip(batch.reqs, counts, strict=True)}
         self.note_outcome(batch, caps, trees, paths)

@@ -56,7 +56,7 @@ def prepare_mtp_reuse(server_args: Any) -> None:
     Raises:
         ConfigError: one line naming the flag, what is accepted and the remedy.
     """
-    check_engine("MTP_REUSE", server_args)
+    check_engine("MTP_REUSE", server_args, on_gpus=True)
     refuse_flags(
         "MTP_REUSE",
         server_args,

@@ -91,15 +91,15 @@ class _ChainSteps:
         self, rows: Sequence[int], tokens: Tensor, features: Tensor, step: int
     ) -> tuple[Tensor, Tensor]:
         """The module over the drafts just chosen, each behind all drafts before it."""
-        count = len(rows)
+        count, device = len(rows), tokens.device
         return self._head.step(
             Level(
                 depth=step + 1,
-                requests=torch.tensor(list(rows)),
-                places=torch.full((count,), step),
+                requests=torch.tensor(list(rows), device=device),
+                places=torch.full((count,), step, device=device),
                 tokens=tokens,
                 features=features,
-                sees=torch.ones(count, step + 1, dtype=torch.bool),
+                sees=torch.ones(count, step + 1, dtype=torch.bool, device=device),
             )
         )
 
