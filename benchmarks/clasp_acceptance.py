@@ -129,7 +129,7 @@ class Engine:
 
     def configure(self, **options: Any) -> None:
         """Set the method's options for what is generated next."""
-        from speculators_ext.engines.vllm.clasp.skip_search import SkipSearch
+        from speculators_ext.engines.vllm.skipping.skip_search import SkipSearch
 
         speculator = self.runner.speculator
         config = ClaspConfig(adaptive=False, exit_threshold=0.0, **options)

@@ -15,16 +15,14 @@ from pydantic import ValidationError
 
 from speculators_ext.errors import ConfigError
 from speculators_ext.method_configs import (
-    WHERE,
     ClaspConfig,
     Eagle2Config,
-    MethodConfig,
     MtpReuseConfig,
     ReasoningStepConfig,
-    TargetInfo,
 )
 from speculators_ext.registry import Registry, near_miss
 from speculators_ext.request_options import RequestOptions
+from speculators_ext.settings import WHERE, MethodConfig, SkipConfig, TargetInfo
 
 __all__ = [
     "METHODS",
@@ -36,6 +34,7 @@ __all__ = [
     "MtpReuseConfig",
     "ReasoningStepConfig",
     "RequestOptions",
+    "SkipConfig",
     "TargetInfo",
     "describe_schema",
     "parse_method_config",
@@ -53,6 +52,7 @@ class Method:
         config_model: the model that validates its settings.
         rides: the engine's built-in method whose contract it follows.
         drafts_alone: the target drafts for itself: no `model` beside it.
+        model_optional: it does so where no `model` is given.
         lossless: whether the text (or its distribution) is the target's.
         summary: one line for the log and for `doctor`.
         needs: what a user must supply.
@@ -65,6 +65,7 @@ class Method:
     summary: str
     needs: str
     drafts_alone: bool = True
+    model_optional: bool = False
 
 
 METHODS: Registry[Method] = Registry("method")
@@ -91,8 +92,6 @@ METHODS.add(
         drafts_alone=False,
     ),
 )
-
-
 METHODS.add(
     "mtp_reuse",
     Method(
@@ -112,8 +111,10 @@ METHODS.add(
         rides="draft_model",
         lossless=False,
         summary="a small model writes whole reasoning steps, which the target judges",
-        needs="a smaller model with the target's tokenizer, and your word that lossy is fine",
+        needs="a smaller model with the target's tokenizer (vLLM does without: the target writes "
+        "with layers skipped), and your word that lossy is fine",
         drafts_alone=False,
+        model_optional=True,
     ),
 )
 
@@ -124,7 +125,11 @@ def suggest_method(name: str) -> str | None:
 
 
 def parse_method_config(
-    method: str, raw: Mapping[str, Any] | None, *, target: TargetInfo | None
+    method: str,
+    raw: Mapping[str, Any] | None,
+    *,
+    target: TargetInfo | None,
+    draft_model: str | None = None,
 ) -> MethodConfig:
     """Build a method's settings: the target's preset, then the user's keys over it.
 
@@ -132,6 +137,8 @@ def parse_method_config(
         method: a name in `METHODS`.
         raw: the user's `method_config`, None for none.
         target: what to look a preset up for and to check against; None does neither.
+        draft_model: the `model` given beside the settings, None for none. A method that may do
+            without one then gets the settings of layers skipped.
 
     Raises:
         ConfigError: one line naming the key, what is accepted and the remedy.
@@ -142,13 +149,26 @@ def parse_method_config(
             + _did_you_mean(suggest_method(str(method)), "choose one of them")
         )
     model = METHODS[method].config_model
+    given = _as_keys(model, raw)
+    if METHODS[method].model_optional:
+        given["clasp"] = _skips_without(draft_model, given.get("clasp"), target)
+    return _settings(model, method, given, target)
+
+
+def _as_keys(model: type[MethodConfig], raw: Mapping[str, Any] | None) -> dict[str, Any]:
     if raw is not None and not isinstance(raw, Mapping):
         raise ConfigError(
             f"{WHERE}: {raw!r} is not an object; accepted: an object with keys "
             f'{", ".join(model.model_fields)}; write it as {{"key": value}}'
         )
-    given = dict(raw or {})
-    preset = _preset_keys(method, given, target)
+    return dict(raw or {})
+
+
+def _settings(
+    model: type[MethodConfig], method: str, given: dict[str, Any], target: TargetInfo | None
+) -> MethodConfig:
+    """The settings of ``model``, with what the target's preset of ``method`` knows of them."""
+    preset = _preset_keys(model, method, given, target)
     config = _validate(model, preset | given)
     if target is not None:
         try:
@@ -158,13 +178,33 @@ def parse_method_config(
     return config
 
 
+def _skips_without(
+    draft_model: str | None, raw: Mapping[str, Any] | None, target: TargetInfo | None
+) -> MethodConfig | None:
+    """The layers that a target skips where no model drafts for it; None where one does."""
+    if draft_model is not None:
+        if raw is not None:
+            raise ConfigError(
+                f"{WHERE}: clasp={raw!r} is for a target that writes its steps itself, and "
+                f"model={draft_model!r} writes them; accepted: one of the two; remove one"
+            )
+        return None
+    try:
+        return _settings(SkipConfig, "clasp", _as_keys(SkipConfig, raw), target)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace(WHERE, f"{WHERE}['clasp']", 1)) from None
+
+
 def _preset_note(preset: Mapping[str, Any], given: Mapping[str, Any]) -> str:
     taken = ", ".join(f"{key}={value}" for key, value in preset.items() if key not in given)
     return f" (the target's preset gives {taken})" if taken else ""
 
 
 def _preset_keys(
-    method: str, given: Mapping[str, Any], target: TargetInfo | None
+    model: type[MethodConfig],
+    method: str,
+    given: Mapping[str, Any],
+    target: TargetInfo | None,
 ) -> dict[str, Any]:
     if target is None:
         return {}
@@ -174,10 +214,10 @@ def _preset_keys(
     preset = lookup(target, method)
     if preset is None:
         return {}
-    keys = dict(preset.config)
+    keys = {key: value for key, value in preset.config.items() if key in model.model_fields}
     if given.get("skip_unit", keys.get("skip_unit", "layer")) != keys.get("skip_unit", "layer"):
         return {}  # its numbers count other units
-    exclusive = METHODS[method].config_model.exclusive
+    exclusive = model.exclusive
     if exclusive.intersection(given):
         keys = {key: value for key, value in keys.items() if key not in exclusive}
     return keys
@@ -216,11 +256,11 @@ def describe_schema(schema: Mapping[str, Any]) -> str:
         return " or ".join(describe_schema(part) for part in schema["anyOf"])
     if "enum" in schema:
         return " or ".join(repr(value) for value in schema["enum"])
-    kind = schema.get("type")
+    kind = schema.get("type", "object")
     if kind == "array":
         return f"a list of numbers, each {describe_schema(schema['items'])}"
     names = {"integer": "an integer", "number": "a number", "boolean": "true or false"}
-    text = names.get(str(kind), str(kind))
+    text = names.get(str(kind), "an object" if kind == "object" else str(kind))
     if "minimum" in schema and "maximum" in schema:
         return f"{text} from {schema['minimum']:g} to {schema['maximum']:g}"
     return f"{text} >= {schema['minimum']:g}" if "minimum" in schema else text

@@ -167,6 +167,11 @@ def _check_method_config(where: str, config: dict[str, Any]) -> None:
     if config["method"] not in known_methods():
         return
     try:
-        parse_method_config(config["method"], config.get("method_config"), target=None)
+        parse_method_config(
+            config["method"],
+            config.get("method_config"),
+            target=None,
+            draft_model=config.get("model"),
+        )
     except ConfigError as error:
         raise CliError(f"{where}: {error}") from error

@@ -9,8 +9,8 @@ from speculators_ext.proposers.skip_sets import evenly_spread
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from speculators_ext.config import ClaspConfig
     from speculators_ext.proposers.skip_sets import SkipPlan, SkipSet
+    from speculators_ext.settings import SkipConfig
 
 __all__ = ["SkipSets"]
 
@@ -31,7 +31,7 @@ class SkipSets:
         can_search: whether packed rows can be attended; else the plan's initial set serves.
     """
 
-    def __init__(self, config: ClaspConfig, plan: SkipPlan, *, can_search: bool) -> None:
+    def __init__(self, config: SkipConfig, plan: SkipPlan, *, can_search: bool) -> None:
         self._config = config
         self._plan = plan
         self._even = evenly_spread(plan.num_units, plan.num_skip, plan.pinned)

@@ -13,7 +13,7 @@ from itertools import combinations
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from speculators_ext.config import ClaspConfig
+    from speculators_ext.settings import SkipConfig
 
 SkipSet = tuple[int, ...]
 Score = Callable[[SkipSet], float]
@@ -23,7 +23,7 @@ DEFAULT_SKIP_PERCENT = 45
 
 
 class SkipPlan(NamedTuple):
-    """A `ClaspConfig` resolved for one target.
+    """A `SkipConfig` resolved for one target.
 
     Attributes:
         num_units: units of the target, U.
@@ -40,7 +40,7 @@ class SkipPlan(NamedTuple):
     searched: bool
 
 
-def plan_skips(config: ClaspConfig, num_layers: int) -> SkipPlan:
+def plan_skips(config: SkipConfig, num_layers: int) -> SkipPlan:
     """Resolve the settings for a target of `num_layers` decoder layers."""
     units = config.num_units(num_layers)
     pinned = config.pinned_units(num_layers)

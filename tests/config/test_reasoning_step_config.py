@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from speculators_ext.config import METHODS, ConfigError, RequestOptions, parse_method_config
+from speculators_ext.config import (
+    METHODS,
+    ConfigError,
+    RequestOptions,
+    TargetInfo,
+    parse_method_config,
+)
+from speculators_ext.model_configs import load
+
+SMOLLM = TargetInfo("HuggingFaceTB/SmolLM2-135M-Instruct", ("LlamaForCausalLM",), 30)
 
 
-def parse(**given):
-    return parse_method_config("reasoning_step", given, target=None)
+def parse(target=None, draft_model=None, **given):
+    return parse_method_config("reasoning_step", given, target=target, draft_model=draft_model)
 
 
 BAD = [
@@ -69,3 +78,42 @@ def test_settings_are_one_line_of_a_log() -> None:
     assert "\n" not in shown
     assert "delimiter='\\n'" in shown
     assert shown.startswith("lossy=True, judge=logprob, ")
+
+
+def test_without_a_model_the_targets_preset_of_clasp_is_taken():
+    """Catches a target that drafts with untuned skips, or with keys that steps know nothing of."""
+    preset = load("smollm2-135m-instruct.clasp").config
+    skips = parse(SMOLLM, lossy=True).clasp
+    assert skips.num_skip_layers == preset["num_skip_layers"]
+    assert not hasattr(skips, "exit_threshold")
+    given = parse(SMOLLM, lossy=True, clasp={"skip_layers": [3, 5]}).clasp
+    assert (given.skip_layers, given.num_skip_layers) == ((3, 5), None)
+    assert given.search_window == preset["search_window"]
+
+
+def test_a_small_model_writes_the_steps_alone():
+    """Catches skips beside a model: the adapters tell by them who writes."""
+    assert parse(SMOLLM, "small", lossy=True).clasp is None
+    with pytest.raises(ConfigError, match=r"model='small' writes them.*remove one"):
+        parse(SMOLLM, "small", lossy=True, clasp={"num_skip_layers": 6})
+
+
+@pytest.mark.parametrize(
+    ("skips", "says"),
+    [
+        ({"num_skip_layers": 30}, ("num_skip_layers=30", "accepted: 0 to 29")),
+        ({"num_skip_layers": "6"}, ("num_skip_layers='6'", "an integer >= 0")),
+        ({"exit_threshold": 0.5}, ("unknown key 'exit_threshold'", "accepted: num_skip_layers")),
+        ({"adaptive": True}, ("unknown key 'adaptive'", "accepted")),
+        ([6], ("[6] is not an object", "accepted")),
+    ],
+    ids=str,
+)
+def test_a_bad_skip_setting_is_one_line_that_says_where(skips, says):
+    """Catches a key of the chains of clasp without effect, and one sought among the outer keys."""
+    with pytest.raises(ConfigError) as caught:
+        parse(SMOLLM, lossy=True, clasp=skips)
+    text = str(caught.value)
+    assert text.startswith("speculative method_config['clasp']: ")
+    assert "\n" not in text
+    assert [part for part in says if part not in text] == []

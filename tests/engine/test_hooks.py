@@ -31,28 +31,33 @@ _STATE = "vllm.v1.worker.gpu.model_states.interface"
 _REJECTION = "vllm.v1.worker.gpu.spec_decode.rejection_sampler"
 _SAMPLER = "vllm.v1.worker.gpu.sample.sampler"
 _TREES = "trees/model_state.py"
-_STEPS = "reasoning_step/speculator.py"
+_STEPS = "reasoning_step/writing.py"
 OVERRIDES = [
     ("clasp/speculator.py", "ClaspSpeculator.propose", _SPECULATOR, "BaseSpeculator.propose"),
     (
-        "clasp/speculator.py",
-        "ClaspSpeculator.set_attn",
+        "skipping/speculator.py",
+        "LayerSkippingSpeculator.set_attn",
         _SPECULATOR,
         "DraftModelSpeculator.set_attn",
     ),
     (
-        "clasp/speculator.py",
-        "ClaspSpeculator.load_draft_model",
+        "skipping/speculator.py",
+        "LayerSkippingSpeculator.load_draft_model",
         _SPECULATOR,
         "DraftModelSpeculator.load_draft_model",
     ),
     (
-        "clasp/speculator.py",
-        "ClaspSpeculator.init_cudagraph_manager",
+        "skipping/speculator.py",
+        "LayerSkippingSpeculator.init_cudagraph_manager",
         _SPECULATOR,
         "BaseSpeculator.init_cudagraph_manager",
     ),
-    ("clasp/speculator.py", "ClaspSpeculator.capture", _SPECULATOR, "BaseSpeculator.capture"),
+    (
+        "skipping/speculator.py",
+        "LayerSkippingSpeculator.capture",
+        _SPECULATOR,
+        "BaseSpeculator.capture",
+    ),
     (
         "drafts.py",
         "RaggedDraftTokensHandler.set_draft_tokens",
@@ -104,19 +109,19 @@ OVERRIDES = [
     ),
     (
         _STEPS,
-        "ReasoningStepSpeculator.propose",
+        "StepSpeculator.propose",
         _SPECULATOR,
         "BaseSpeculator.propose",
     ),
     (
         _STEPS,
-        "ReasoningStepSpeculator.load_draft_model",
+        "StepSpeculator.load_draft_model",
         _SPECULATOR,
         "DraftModelSpeculator.load_draft_model",
     ),
     (
-        _STEPS,
-        "ReasoningStepSpeculator.compute_draft_logits",
+        "reasoning_step/small_model.py",
+        "SmallModelSteps.compute_draft_logits",
         _SPECULATOR,
         "DraftModelSpeculator.compute_draft_logits",
     ),

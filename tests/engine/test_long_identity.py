@@ -2,7 +2,8 @@
 
 ``clasp`` and ``eagle2`` answer chat questions on SmolLM2, ``mtp_reuse`` continues code on a tiny
 DeepSeek-V3 (latent attention, experts) with an MTP module, and ``reasoning_step`` with the judge
-that lets nothing pass begins the solutions of sums.
+that lets nothing pass begins the solutions of sums, or answers chat questions with steps that
+SmolLM2 writes itself.
 """
 
 from __future__ import annotations
@@ -56,6 +57,14 @@ CASES = {
             "model": "steps-draft-tiny",
             "num_speculative_tokens": 24,
             "method_config": {"lossy": True, "judge": "exact", "delimiter": "\n"},
+        },
+    ),
+    "reasoning_step alone": (
+        SMOLLM2,
+        200,
+        {
+            "num_speculative_tokens": 24,
+            "method_config": {"lossy": True, "judge": "exact", "delimiter": "."},
         },
     ),
 }
@@ -140,18 +149,19 @@ def plain() -> Callable[[str, int], tuple[list[str], list]]:
     return answer
 
 
-@pytest.mark.parametrize("method", CASES)
-def test_same_text_as_plain_at_concurrency_1_4_and_8(method: str, plain: Callable) -> None:
+@pytest.mark.parametrize("case", CASES)
+def test_same_text_as_plain_at_concurrency_1_4_and_8(case: str, plain: Callable) -> None:
     """Catches any wrong token: a stale KV slot, a wrong position, an unverified draft."""
     from speculators_ext.assets import build
 
-    model, count, config = CASES[method]
+    model, count, config = CASES[case]
+    method = case.partition(" ")[0]
     if "model" in config:
         config = config | {"model": str(build(config["model"]))}
     prompts, expected = plain(model, count)
     llm = _engine(model, {"method": method} | config)
-    report: dict = {"method": method, "model": model, "prompts": len(prompts), "concurrency": {}}
-    out = REPORTS / f"identity_{method}.json"
+    report: dict = {"method": case, "model": model, "prompts": len(prompts), "concurrency": {}}
+    out = REPORTS / f"identity_{case.replace(' ', '_')}.json"
     out.parent.mkdir(exist_ok=True)
     before = _accepted(llm)
     for concurrency in CONCURRENCY:

@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 TARGET, SMALL, OTHER = "tiny-llama", "tiny-mistral", "mimo-tiny-mtp"
 
 
-def engine_config(speculative: dict[str, Any], **kwargs: Any) -> Any:
+def engine_config(speculative: dict[str, Any], target: str = TARGET, **kwargs: Any) -> Any:
     from vllm.engine.arg_utils import EngineArgs
 
     plugin.register()
     args = {"dtype": "float32", "enforce_eager": True, "max_model_len": 384} | kwargs
-    model = str(build(TARGET))
+    model = str(build(target))
     return EngineArgs(model=model, speculative_config=speculative, **args).create_engine_config()
 
 
@@ -54,7 +54,29 @@ class Bad(NamedTuple):
 
 BAD = [
     Bad("consent", {"method_config": {"lossy": False}}, ("lossy=false", "accepted: true")),
-    Bad("model", {"draft": None}, ("'model' is missing", "the target's tokenizer")),
+    Bad("nameless", {"model": ""}, ("model=''", "the target's tokenizer", "leave it out")),
+    Bad(
+        "two writers",
+        {"method_config": {"clasp": {"num_skip_layers": 3}}},
+        ("clasp={'num_skip_layers': 3}", "remove one"),
+    ),
+    Bad(
+        "revision of nothing",
+        {"draft": None, "revision": "main"},
+        ("'revision' is of a draft model", "both or neither"),
+    ),
+    Bad(
+        "layers",
+        {"draft": None},
+        ("'model' is missing", "cannot be skipped: MiMo", "LlamaForCausalLM", "give as 'model'"),
+        {"target": OTHER},
+    ),
+    Bad(
+        "half layers",
+        {"draft": None, "method_config": {"clasp": {"skip_unit": "sublayer"}}},
+        ("skip_unit='sublayer'", "accepted: 'layer'"),
+        {"target": "tiny-phi3"},
+    ),
     Bad("tokenizer", {"draft": OTHER}, ("another tokenizer", "target's family")),
     Bad(
         "suffix",
@@ -95,6 +117,21 @@ def test_the_small_model_is_loaded_as_vllms_draft_model_on_every_copy() -> None:
         assert config.method_config == made.method_config
 
 
+def test_without_a_model_the_target_is_its_own_on_every_copy() -> None:
+    """Catches vLLM left to load a draft model, or to keep room for a token that one would read."""
+    from vllm.config.utils import replace
+
+    whole = engine_config(reasoning_step(None, method_config={"clasp": {"num_skip_layers": 3}}))
+    assert whole.num_lookahead_tokens == 16
+    made = whole.speculative_config
+    for config in (made, copy.deepcopy(made), pickle.loads(pickle.dumps(made)), replace(made)):
+        assert (config.method, config.ext_method) == ("draft_model", "reasoning_step")
+        assert config.draft_model_config.model == str(build(TARGET))
+        assert config.draft_model_config is not config.target_model_config
+        assert config.max_num_new_slots_for_drafting == 0
+        assert config.method_config.clasp.num_skip_layers == 3
+
+
 def test_a_padded_vocabulary_is_the_same_vocabulary(tmp_path: Path) -> None:
     """Qwen pads 151,936 and 152,064 over the same tokens; vLLM's own check would refuse it."""
     folder = tmp_path / "padded"
@@ -106,13 +143,14 @@ def test_a_padded_vocabulary_is_the_same_vocabulary(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "draft", "says"),
     [
-        ({"judge": "score", "threshold": 6}, "judge 'score' gives at least 6"),
-        ({"judge": "exact"}, ""),
+        ({"judge": "score", "threshold": 6}, SMALL, "judge 'score' gives at least 6"),
+        ({"judge": "score"}, None, "steps of the target itself, with layers skipped, that"),
+        ({"judge": "exact"}, SMALL, ""),
     ],
 )
-def test_the_log_says_lossy_once(options: dict[str, Any], says: str) -> None:
+def test_the_log_says_lossy_once(options: dict[str, Any], draft: str | None, says: str) -> None:
     """With the judge and its threshold; the control, which is lossless, has nothing to warn of."""
     lines: list[str] = []
 
@@ -123,7 +161,7 @@ def test_the_log_says_lossy_once(options: dict[str, Any], says: str) -> None:
     log, keep = logging.getLogger("vllm.speculators_ext"), Keep()
     log.addHandler(keep)
     try:
-        engine_config(reasoning_step(method_config=options))
+        engine_config(reasoning_step(draft, method_config=options))
     finally:
         log.removeHandler(keep)
     assert not any("\n" in line for line in lines)

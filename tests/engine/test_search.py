@@ -39,7 +39,7 @@ class Probe:
     """Looks into every search of one engine, changing nothing."""
 
     def __init__(self, engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        from speculators_ext.engines.vllm.clasp import skip_search
+        from speculators_ext.engines.vllm.skipping import skip_search
 
         self.seen: list[Seen] = []
         self.kept: list[set[str]] = []

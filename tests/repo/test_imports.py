@@ -98,7 +98,7 @@ def test_a_lower_layer_imports_no_upper_one(folder: str, banned: tuple[str, ...]
 
 VLLM = "speculators_ext.engines.vllm"
 # Lowest first; the methods stand side by side on top.
-SHARED = ("attention", "trees", "heads")
+SHARED = ("attention", "skipping", "trees", "heads")
 
 
 @pytest.mark.parametrize("folder", [*SHARED, *METHODS])

@@ -93,7 +93,12 @@ def build_speculative_config(
     _check_sampling(method, request)
     _check_engine(method, args, parallel)
     _check_target(method, target)
-    options = parse_method_config(method, request.get("method_config"), target=_target_info(target))
+    options = parse_method_config(
+        method,
+        request.get("method_config"),
+        target=_target_info(target),
+        draft_model=request.get("model"),
+    )
     rides = check_request(method, request, options, args, target)
     stock = {k: v for k, v in request.items() if k not in ("method", "method_config")}
     config = ExtSpeculativeConfig(
@@ -115,9 +120,15 @@ def build_speculative_config(
 
 
 def _check_keys(method: str, request: dict[str, Any]) -> None:
-    drafts_alone = METHODS[method].drafts_alone
-    accepted = _ACCEPTED_KEYS if drafts_alone else (*_ACCEPTED_KEYS, *_CHECKPOINT_KEYS)
+    alone = METHODS[method].drafts_alone
+    accepted = _ACCEPTED_KEYS if alone else (*_ACCEPTED_KEYS, *_CHECKPOINT_KEYS)
+    without = METHODS[method].model_optional and request.get("model") is None
     for key in request:
+        if without and key in _CHECKPOINT_KEYS[1:]:
+            raise ConfigError(
+                f"speculative config: '{key}' is of a draft model, and 'model' is missing; "
+                "give both or neither"
+            )
         if key in accepted:
             continue
         if key == "model":

@@ -36,9 +36,8 @@ class ExtSpeculativeConfig(SpeculativeConfig):
 
     def __post_init__(self) -> None:
         """Pin the built-in; a target that is its own draft model stands in for the checkpoint."""
-        method = METHODS[self.ext_method]
-        self.method = self.rides or method.rides  # type: ignore[assignment]
-        if not (method.drafts_alone and self.method == "draft_model"):
+        self.method = self.rides or METHODS[self.ext_method].rides  # type: ignore[assignment]
+        if not (self.drafts_alone and self.method == "draft_model"):
             super().__post_init__()
             # vLLM leaves zeros here, which it refuses on a copy made by `replace`.
             self.prompt_lookup_max = self.prompt_lookup_min = None
@@ -49,11 +48,18 @@ class ExtSpeculativeConfig(SpeculativeConfig):
         self.draft_tensor_parallel_size = self.target_parallel_config.tensor_parallel_size
 
     @property
+    def drafts_alone(self) -> bool:
+        """Whether the target drafts for itself, by its method or for want of a draft model."""
+        method = METHODS[self.ext_method]
+        return method.drafts_alone or (
+            method.model_optional and self.method_config.clasp is not None
+        )
+
+    @property
     def max_num_new_slots_for_drafting(self) -> int:
         """Query slots a draft needs beyond the scheduled ones: none, drafts run by themselves; a
         draft model of its own reads one token more than the target."""
-        own = self.method == "draft_model" and not METHODS[self.ext_method].drafts_alone
-        return 1 if own else 0
+        return 1 if self.method == "draft_model" and not self.drafts_alone else 0
 
     def verify_equal_vocab_size_if_draft_model(self) -> None:
         """Nothing: tokenizers were compared, and padding beyond them may differ."""

@@ -28,7 +28,12 @@ _MODEL = "--speculative-draft-model-path"
 
 def step_settings(server_args: Any) -> ReasoningStepConfig:
     """The method's settings; `ConfigError` in one line."""
-    found = parse_method_config("reasoning_step", raw_settings(), target=target_info(server_args))
+    found = parse_method_config(
+        "reasoning_step",
+        raw_settings(),
+        target=target_info(server_args),
+        draft_model=server_args.speculative_draft_model_path,
+    )
     return cast("ReasoningStepConfig", found)
 
 

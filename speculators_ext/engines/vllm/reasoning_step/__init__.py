@@ -1,1 +1,1 @@
-"""``reasoning_step`` on stock vLLM: a small model writes whole steps, which the target judges."""
+"""``reasoning_step`` on stock vLLM: whole steps, which the target judges."""

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from speculators_ext.config import ConfigError
 from speculators_ext.engines.vllm.log import logger
+from speculators_ext.engines.vllm.skipping.targets import check_skip_unit, find_obstacle
 from speculators_ext.proposers.step_tokens import find_span, find_suffix, same_tokens
 
 if TYPE_CHECKING:
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from vllm.config.model import ModelConfig
     from vllm.engine.arg_utils import EngineArgs
 
-    from speculators_ext.config import ReasoningStepConfig
+    from speculators_ext.config import ReasoningStepConfig, SkipConfig
 
 __all__ = ["check_request", "find_target_obstacle", "reasoning_tokens"]
 
@@ -52,7 +53,9 @@ def check_request(
             f"{_METHOD}: the target has a recurrent state, which the judge would spoil; choose "
             "another target"
         )
-    tokenizer = _check_tokenizers(request, target)
+    if options.clasp is not None:
+        _check_layers(options.clasp, target)
+    tokenizer = _check_tokenizers(request.get("model"), target)
     start, end = reasoning_tokens(options, args, tokenizer)
     find_span(tokenizer, start, end)
     if options.judge == "score":
@@ -70,7 +73,7 @@ def check_request(
         logger.warning(
             "reasoning_step is LOSSY: steps of %s that the judge '%s' gives at least %g are taken "
             "as they are; a lenient judge costs accuracy",
-            request["model"],
+            request.get("model", "the target itself, with layers skipped,"),
             options.judge,
             options.passes_from,
         )
@@ -114,22 +117,34 @@ def _check_sampling(request: dict[str, Any]) -> None:
             )
 
 
-def _check_tokenizers(request: dict[str, Any], target: ModelConfig) -> Any:
-    """The target's tokenizer."""
+def _check_layers(skips: SkipConfig, target: ModelConfig) -> None:
+    """Without a small model the target writes the steps."""
+    obstacle = find_obstacle(target.architectures, target.hf_text_config)
+    if obstacle is not None:
+        raise ConfigError(
+            f"speculative config: 'model' is missing, and {obstacle}; give as 'model' the path or "
+            "name of a small one with the target's tokenizer"
+        )
+    check_skip_unit(skips, target.architectures)
+
+
+def _check_tokenizers(model: object, target: ModelConfig) -> Any:
+    """The target's tokenizer, which a small model must share."""
     from vllm.tokenizers import get_tokenizer
 
-    model = request.get("model")
-    if not isinstance(model, str) or not model:
-        raise ConfigError(
-            "speculative config: 'model' is missing, 'reasoning_step' drafts with a small model; "
-            "accepted: the path or name of one with the target's tokenizer"
-        )
     if target.skip_tokenizer_init:
         raise ConfigError(
             f"{_METHOD}: skip_tokenizer_init=True is not supported, steps are found by their "
             "text; remove it"
         )
     ours: Any = get_tokenizer(target.tokenizer, trust_remote_code=target.trust_remote_code)
+    if model is None:
+        return ours
+    if not isinstance(model, str) or not model:
+        raise ConfigError(
+            f"speculative config: model={model!r} is not valid; accepted: the path or name of a "
+            "small model with the target's tokenizer; give one, or leave it out"
+        )
     theirs: Any = get_tokenizer(model, trust_remote_code=target.trust_remote_code)
     difference = same_tokens(ours, theirs)
     if difference is not None:

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
 
-    from speculators_ext.config import ClaspConfig
-    from speculators_ext.engines.vllm.clasp.layer_walk import LayerWalk
+    from speculators_ext.engines.vllm.skipping.layer_walk import LayerWalk
     from speculators_ext.proposers.skip_sets import SkipSet
+    from speculators_ext.settings import SkipConfig
 
 __all__ = ["SearchRows", "SkipSearch"]
 
@@ -71,14 +71,14 @@ class SkipSearch(SkipSets):
 
     Args:
         walk: the target's layers.
-        config: the method's options.
+        config: which layers may be skipped, and how they are chosen.
         vllm_config: for the forward context of packed calls.
         can_pack: whether the attention backend understands packed rows; without it a search is
             impossible and the evenly spread set serves.
     """
 
     def __init__(
-        self, walk: LayerWalk, config: ClaspConfig, vllm_config: VllmConfig, *, can_pack: bool
+        self, walk: LayerWalk, config: SkipConfig, vllm_config: VllmConfig, *, can_pack: bool
     ) -> None:
         plan = plan_skips(config, walk.num_units // config.num_units(1))
         super().__init__(config, plan, can_search=can_pack)
