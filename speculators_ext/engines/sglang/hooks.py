@@ -63,6 +63,9 @@ _EXPECTED = (
     Expectation(f"{_SRT}.layers.logits_processor", "LogitsProcessor._compute_lm_head",
                 ("self", "hidden_states", "lm_head")),
     Expectation(f"{_SRT}.mem_cache.memory_pool", "KVWriteLoc"),
+    Expectation(f"{_SRT}.mem_cache.allocation_sizing", "get_req_to_token_extra_context_len", ()),
+    Expectation(f"{_SRT}.mem_cache.allocation_sizing", "get_alloc_reserve_per_decode", ()),
+    Expectation(f"{_SRT}.mem_cache.allocation_sizing", "get_alloc_page_size", ()),
     Expectation(f"{_SRT}.speculative.draft_utils", "DraftBackendFactory.create_decode_backend",
                 ("self",)),
     Expectation(f"{_SRT}.speculative.draft_utils",
@@ -114,10 +117,10 @@ def install() -> None:
     register_algorithms()
     _hook("sglang.srt.server_args.ServerArgs.add_cli_args", add_flag, "AFTER")
     if _on_cpu():
-        _install_sampling()
+        _install_on_both()
         _install_on_cpu()
     elif find_gpu() is not None and is_allowed():
-        _install_sampling()
+        _install_on_both()
         _install_on_gpu()
 
 
@@ -125,9 +128,14 @@ def _on_cpu() -> bool:
     return os.environ.get("SGLANG_USE_CPU_ENGINE") == "1" and find_gpu() is None
 
 
-def _install_sampling() -> None:
-    from speculators_ext.engines.sglang import sampling
+def _install_on_both() -> None:
+    from speculators_ext.engines.sglang import cache_rows, sampling
 
+    _hook(
+        "sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len",
+        cache_rows.get_req_to_token_extra_context_len,
+        "AFTER",
+    )
     _hook("sglang.srt.speculative.eagle_utils.eagle_sample", sampling.eagle_sample)
     _hook(
         "sglang.kernels.ops.speculative.spec_tree.verify_tree_greedy_func",
