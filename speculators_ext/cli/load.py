@@ -72,14 +72,11 @@ class Driver:
 
     def counters_since(self, before: SpecCounters, answers: Sequence[Answer]) -> SpecCounters:
         """What was drafted for `answers`, which are all that was asked since `before`."""
-        if self.engine == "vllm":
-            return self.counters() - before
-        return sum((answer.counters or SpecCounters() for answer in answers), SpecCounters())
+        counted = self.counters() - before
+        return sum((answer.counters or SpecCounters() for answer in answers), counted)
 
     def counters(self) -> SpecCounters:
-        """Read the speculative counters that vLLM's server shows now; other engines have none."""
-        if self.engine != "vllm":
-            return SpecCounters()
+        """Read the counters that the server shows now: vLLM's of drafts, and ours on any engine."""
         httpx = need("httpx", "bench")
         page = httpx.get(f"{self.url}/metrics", timeout=30.0, trust_env=False)
         page.raise_for_status()

@@ -45,6 +45,7 @@ def sglang_command(
 
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", model]
     command += ["--host", HOST, "--port", str(port), "--dtype", dtype, "--disable-radix-cache"]
+    command += ["--enable-metrics"]  # vLLM's server has its page anyway
     if find_gpu() is None:
         command += ["--device", "cpu", "--attention-backend", "torch_native"]
         command += ["--max-total-tokens", "32768"]

@@ -11,8 +11,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from speculators_ext.cli.common import CliError, ServerFailure
-from speculators_ext.cli.load import Driver
+from speculators_ext.cli.load import Answer, Driver
+from speculators_ext.cli.metrics import SpecCounters
 from speculators_ext.cli.prompts import Prompt
+from speculators_ext.proposers.reasoning_step import METRIC_PREFIX
 
 PROMPTS = [Prompt(str(at), "c", f"text {at}") for at in range(8)]
 
@@ -24,6 +26,7 @@ class Echo(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.lock, self.now, self.most, self.bodies = threading.Lock(), 0, 0, []
         self.refusal = None
+        self.page = ""
         self.url = f"http://127.0.0.1:{self.server_port}"
 
     def reply(self, path, body):
@@ -50,7 +53,12 @@ class Handler(BaseHTTPRequestHandler):
         status, page = server.reply(self.path, body)
         with server.lock:
             server.now -= 1
-        text = json.dumps(page).encode()
+        self.send(status, json.dumps(page).encode())
+
+    def do_GET(self):
+        self.send(200, self.server.page.encode())
+
+    def send(self, status, text):
         with contextlib.suppress(ConnectionError):  # a driver that gives up does not read on
             self.send_response(status)
             self.send_header("content-length", str(len(text)))
@@ -112,3 +120,15 @@ def test_server_that_is_gone_is_a_server_failure():
     """Catches a connection error that reaches the user as a traceback."""
     with pytest.raises(ServerFailure, match="no answer"):
         Driver("http://127.0.0.1:9", "m", 9).run(PROMPTS, 1)
+
+
+def test_sglang_tells_drafts_by_answer_and_steps_by_page(echo):
+    """Catches steps that are counted since the server's start, and drafts that are lost to them."""
+    driver = Driver(echo.url, "m", 9, engine="sglang")
+    name = f"{METRIC_PREFIX}judged_total"
+    echo.page = f"# TYPE {name} counter\n{name} 5.0\n"
+    before = driver.counters()
+    echo.page = echo.page.replace("5.0", "8.0")
+    answers = [Answer("", 1, SpecCounters(drafts=2, accepted=3)), Answer("", 1)]
+    found = driver.counters_since(before, answers)
+    assert found == SpecCounters(drafts=2, accepted=3, steps={"judged": 3.0})

@@ -61,7 +61,25 @@ def used_tokens(engine: Any) -> int:
         time.sleep(0.1)
 
 
-JOBS = {"generate": generate, "stream": stream, "abort": abort, "used_tokens": used_tokens}
+def counters(engine: Any) -> dict[str, float]:
+    """What the metrics page would show of `reasoning_step`; of engines with ``enable_metrics``."""
+    from prometheus_client import CollectorRegistry, generate_latest
+    from prometheus_client.multiprocess import MultiProcessCollector
+
+    from speculators_ext.cli.metrics import parse_metrics
+
+    registry = CollectorRegistry()
+    MultiProcessCollector(registry)
+    return dict(parse_metrics(generate_latest(registry).decode()).steps)
+
+
+JOBS = {
+    "generate": generate,
+    "stream": stream,
+    "abort": abort,
+    "used_tokens": used_tokens,
+    "counters": counters,
+}
 
 
 def main() -> None:

@@ -1,4 +1,7 @@
-"""The long proof of exactness on SGLang: many varied prompts on a real model, two concurrencies."""
+"""The long proof of exactness on SGLang: many varied prompts on a real model, two concurrencies.
+
+REASONING_STEP solves sums, with the judge that lets nothing pass.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.engine, pytest.mark.full, pytest.mark.timeout(7200)]
 
 TIE = 1e-4  # a wider batch rounds differently: where plain's two best logits tie, either is right
-SMOLLM2, MIMO = "smollm2-135m-instruct", "mimo-tiny-mtp"
+SMOLLM2, MIMO, STEPS = "smollm2-135m-instruct", "mimo-tiny-mtp", "steps-target-tiny"
 # Fewer prompts or tokens for a quick look; the numbers below are the proof.
 LIMIT = int(os.environ.get("SPECULATORS_EXT_PROOF_PROMPTS", "200"))
 MAX_TOKENS = int(os.environ.get("SPECULATORS_EXT_PROOF_TOKENS", "24"))
@@ -40,10 +43,21 @@ METHODS: dict[str, dict[str, Any]] = {
         "speculative_num_steps": 4,
         "method_config": {"adaptive": False},
     },
+    "REASONING_STEP": {
+        "model": STEPS,
+        "speculative_draft_model_path": "steps-draft-tiny",
+        "speculative_num_steps": 24,
+        "method_config": {"lossy": True, "judge": "exact", "delimiter": "\n"},
+    },
 }
+WRITTEN = {MIMO: "prompts.jsonl", STEPS: "problems.jsonl"}
 SHARED = {"context_length": 1024, "max_total_tokens": 8192}
 REPORTS = Path("out")
-PARAMS = {"temperature": 0, "max_new_tokens": MAX_TOKENS}
+CHEAP = {STEPS: 4}  # so many times as many tokens; a step is to end within them
+
+
+def params(model: str) -> dict[str, Any]:
+    return {"temperature": 0, "max_new_tokens": MAX_TOKENS * CHEAP.get(model, 1)}
 
 
 def some_texts(model: str) -> list[str]:
@@ -52,11 +66,11 @@ def some_texts(model: str) -> list[str]:
 
     from speculators_ext.cli.prompts import default_prompts, load_prompts
 
-    own = build(model) / "prompts.jsonl"
-    found = load_prompts(own) if own.exists() else default_prompts()
+    own = build(model) / WRITTEN[model] if model in WRITTEN else None
+    found = load_prompts(own) if own else default_prompts()
     texts = [prompt.text for prompt in found][:LIMIT]
     assert len(texts) == LIMIT
-    if own.exists():
+    if own:
         return texts
     tokenizer = AutoTokenizer.from_pretrained(build(model))
     return [
@@ -76,7 +90,11 @@ def plain(engines) -> Callable[[str], tuple[list[str], list[dict]]]:
         if model not in known:
             prompts = some_texts(model)
             answers = engines.get(model, **SHARED).generate(
-                prompts, PARAMS, return_logprob=True, top_logprobs_num=2, logprob_start_len=-1
+                prompts,
+                params(model),
+                return_logprob=True,
+                top_logprobs_num=2,
+                logprob_start_len=-1,
             )
             known[model] = prompts, answers
         return known[model]
@@ -88,20 +106,21 @@ def plain(engines) -> Callable[[str], tuple[list[str], list[dict]]]:
 def test_same_text_as_plain_at_concurrency_1_and_4(engines, plain, method):
     """Catches any wrong token: a stale KV slot, a wrong position, an unverified draft."""
     options = METHODS[method] | SHARED
+    asked = params(options["model"])
     prompts, wanted = plain(options["model"])
     if "speculative_draft_model_path" in options:
         options["speculative_draft_model_path"] = str(
             build(options["speculative_draft_model_path"])
         )
     engine = engines.get(speculative_algorithm=method, **options)
-    report: dict = {"method": method, "prompts": len(prompts), "max_tokens": MAX_TOKENS}
-    report |= {"concurrency": {}, "saved": 0}
+    report: dict = {"method": method, "prompts": len(prompts)}
+    report |= {"max_tokens": asked["max_new_tokens"], "concurrency": {}, "saved": 0}
     out = REPORTS / f"identity_sglang_{method.lower()}.json"
     out.parent.mkdir(exist_ok=True)
     for concurrency in (1, 4):
         answers = []
         for start in range(0, len(prompts), concurrency):
-            answers += engine.generate(prompts[start : start + concurrency], PARAMS)
+            answers += engine.generate(prompts[start : start + concurrency], asked)
         report["concurrency"][concurrency] = compare(wanted, answers)
         report["saved"] += sum(
             a["meta_info"]["completion_tokens"] - 1 - a["meta_info"]["spec_verify_ct"]

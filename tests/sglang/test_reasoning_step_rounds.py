@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import argparse
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 from sglang.srt.arg_groups.overrides import resolving_view
 from sglang.srt.plugins import load_plugins
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+from transformers import AutoTokenizer
 
+from speculators_ext import method_configs
 from speculators_ext.assets import build
 from speculators_ext.config import ConfigError, parse_method_config
 from speculators_ext.engines.sglang import requested
 from speculators_ext.engines.sglang.reasoning_step.judging import Candidate, StepJudging
+from speculators_ext.engines.sglang.reasoning_step.worker import ReasoningStepWorker, _Entry
+from speculators_ext.engines.sglang.request_rows import KnownRequests
+from speculators_ext.proposers.step_tokens import find_suffix
 
 load_plugins()
 
@@ -21,6 +28,10 @@ from sglang.srt.server_args import ServerArgs  # noqa: E402 - as SGLang does: pl
 
 LOSSY = {"lossy": True, "judge": "logprob"}
 TARGET, SMALL, OTHER = "steps-target-tiny", "steps-draft-tiny", "tiny-llama"
+
+
+STEPS = ("--speculative-num-steps", "24")
+SUFFIX = method_configs.JUDGE_SUFFIX
 
 
 def resolve(monkeypatch, *words, settings=LOSSY, draft=SMALL):
@@ -38,25 +49,37 @@ def resolve(monkeypatch, *words, settings=LOSSY, draft=SMALL):
 
 def test_a_step_is_as_long_as_asked(monkeypatch):
     """Catches a verification narrower than a step, or SGLang's own chain of five."""
-    found = resolve(monkeypatch, "--speculative-num-steps", "24")
+    found = resolve(monkeypatch, *STEPS)
     assert (found.speculative_num_steps, found.speculative_num_draft_tokens) == (24, 25)
     assert found.speculative_eagle_topk == 1
 
 
+@pytest.mark.parametrize("judge", ["score", "logprob"])
+def test_slots_are_reserved_for_the_suffix(monkeypatch, judge):
+    """Catches a judge that writes where another request's slots may be."""
+    found = resolve(monkeypatch, *STEPS, settings={"lossy": True, "judge": judge})
+    suffix = find_suffix(AutoTokenizer.from_pretrained(build(TARGET)), SUFFIX)
+    needed = 25 + (len(suffix.ids) if judge == "score" else 0)
+    algorithm = SpeculativeAlgorithm.from_string(found.speculative_algorithm)
+    assert algorithm.resolve_max_speculative_num_draft_tokens(found) == needed
+    assert found.speculative_num_draft_tokens == 25
+
+
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("words", "changes", "says"),
     [
-        ({"settings": {}}, "lossy=false"),
-        ({"settings": {"lossy": True}}, "judge='score' is not supported on SGLang"),
-        ({"draft": None}, "--speculative-draft-model-path is missing"),
-        ({"draft": OTHER}, "another tokenizer than the target"),
+        ((), {"settings": {}}, "lossy=false"),
+        (("--context-length", "95", *STEPS), {"settings": {"lossy": True}}, "do not fit"),
+        (("--reasoning-parser", "deepseek-r1"), {}, "reasoning_start='<think>' is"),
+        ((), {"draft": None}, "--speculative-draft-model-path is missing"),
+        ((), {"draft": OTHER}, "another tokenizer than the target"),
     ],
-    ids=["consent", "score", "model", "tokenizer"],
+    ids=["consent", "room", "parser", "model", "tokenizer"],
 )
-def test_what_cannot_be_is_refused_in_one_line(monkeypatch, changes, says):
+def test_what_cannot_be_is_refused_in_one_line(monkeypatch, words, changes, says):
     """Catches a lossy method that starts unasked, and a mistake found only after loading."""
     with pytest.raises(ConfigError) as refusal:
-        resolve(monkeypatch, **changes)
+        resolve(monkeypatch, *words, **changes)
     assert says in str(refusal.value)
     assert "\n" not in str(refusal.value)
 
@@ -71,13 +94,13 @@ def test_only_whole_steps_pass_and_only_their_own_rows_change():
     )
     chosen = torch.tensor([[1, 2, 3, 7], [1, 6, 7, 7], [6, 6, 6, 6], [5, 5, 5, 5], [5, 5, 5, 5]])
     rows = [
-        Candidate(3, -3.0),  # the target's own words
-        Candidate(2, -3.0),  # passes
-        Candidate(2, -2.0),  # does not
-        Candidate(1, None),  # no whole step
-        Candidate(3, -2.1),  # passes
+        Candidate(3, -3.0, 9),  # the target's own words
+        Candidate(2, -3.0, 9),  # passes
+        Candidate(2, -2.0, 9),  # does not
+        Candidate(1, None, 9),  # no whole step
+        Candidate(3, -2.1, 9),  # passes
     ]
-    found = judging.choose(rows, logits, candidates, chosen)
+    found = judging.choose(None, rows, logits, candidates, chosen)
     expected = chosen.clone()
     expected[1, :2] = torch.tensor([1, 2])
     expected[4, :3] = torch.tensor([6, 7, 5])
@@ -85,3 +108,20 @@ def test_only_whole_steps_pass_and_only_their_own_rows_change():
     counts = judging.counters
     assert (counts.drafted, counts.agreed, counts.judged) == (4, 1, 3)
     assert (counts.accepted, counts.refused, counts.tokens_against) == (2, 1, 3)
+
+
+def test_requests_of_one_token_are_forgotten():
+    """Catches a server that keeps every prompt it was asked one token of: they have no rounds."""
+    worker = object.__new__(ReasoningStepWorker)
+    worker._known = KnownRequests(tail=1)
+    worker._entries = {}
+    for name, ended in (("a", True), ("b", False)):
+        req = SimpleNamespace(
+            rid=name, origin_input_ids=[1], output_ids=[], finished=lambda ended=ended: ended
+        )
+        worker._known.start(req, 5)
+        worker._entries[name] = _Entry(req, [1, 5], None, exact=False)
+    worker._forget_ended()
+    assert list(worker._entries) == ["b"]
+    assert worker._known.newest("a", 1) == []
+    assert worker._known.newest("b", 1) == [5]

@@ -16,11 +16,15 @@ from pathlib import Path
 import pytest
 
 from speculators_ext.assets import build
+from speculators_ext.assets.tiny_steps import load_problems
+from speculators_ext.cli.metrics import parse_metrics
+from speculators_ext.proposers.reasoning_step import COUNTER_MEANINGS
 
 pytestmark = pytest.mark.engine
 
 PROMPTS = [[9, 30, 31, 40, 41], [12], [200, 7, 7, 31, 90, 91, 92], [55, 60, 65]]
-PARAMS = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}
+COUNT = 24
+PARAMS = {"temperature": 0, "max_new_tokens": COUNT, "ignore_eos": True}
 CHAIN = ("--speculative-num-steps", "4")
 SERVED = {
     "CLASP": ("tiny-llama", CHAIN, {"num_skip_layers": 2, "adaptive": False}),
@@ -28,8 +32,9 @@ SERVED = {
     "MTP_REUSE": ("mimo-tiny-mtp", CHAIN, {"adaptive": False}),
     "REASONING_STEP": (
         "steps-target-tiny",
-        CHAIN,
-        {"lossy": True, "judge": "exact", "delimiter": "\n"},
+        ("--speculative-num-steps", "24", "--enable-metrics"),
+        # A digit is never 10, so nothing passes.
+        {"lossy": True, "judge": "score", "threshold": 10, "delimiter": "\n"},
     ),
 }
 DRAFTS = {"EAGLE2": "tiny-llama-eagle3", "REASONING_STEP": "steps-draft-tiny"}
@@ -84,14 +89,42 @@ def wait_for(url: str, process: subprocess.Popen, log) -> str:
     raise AssertionError("\n".join(log.read_text().splitlines()[-30:]))
 
 
-def test_the_documented_command_serves_plain_text(engines, served, server):
-    """Catches a flag or an environment that works in tests and nowhere else."""
-    plain = engines.plain(PROMPTS, PARAMS, model=SERVED[served][0])
-    body = json.dumps({"input_ids": PROMPTS, "sampling_params": PARAMS}).encode()
+def ask(server: str, prompts: list[list[int]]) -> list[dict]:
+    body = json.dumps({"input_ids": prompts, "sampling_params": PARAMS}).encode()
     request = urllib.request.Request(
         f"{server}/generate", body, {"Content-Type": "application/json"}
     )
     with urllib.request.urlopen(request, timeout=300) as response:
-        answers = json.load(response)
+        return json.load(response)
+
+
+def test_the_documented_command_serves_plain_text(engines, served, server):
+    """Catches a flag or an environment that works in tests and nowhere else."""
+    prompts = problems() if served == "REASONING_STEP" else PROMPTS
+    plain = engines.plain(prompts, PARAMS, model=SERVED[served][0])
+    answers = ask(server, prompts)
     assert [a["output_ids"] for a in answers] == [a["output_ids"] for a in plain]
-    assert sum(a["meta_info"]["spec_verify_ct"] for a in answers) < 23 * len(PROMPTS)
+    assert sum(a["meta_info"]["spec_verify_ct"] for a in answers) < (COUNT - 1) * len(prompts)
+    if served == "REASONING_STEP":
+        check_page(server)
+
+
+def problems() -> list[list[int]]:
+    """Sums to solve, as ids."""
+    from transformers import AutoTokenizer
+
+    folder = build("steps-target-tiny")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    return [tokenizer.encode(problem.text) for problem in load_problems(folder)[:8]]
+
+
+def check_page(server: str) -> None:
+    """Catches counters that stay in the engine's process, or that bench does not find."""
+    with urllib.request.urlopen(f"{server}/metrics", timeout=30) as response:
+        page = response.read().decode()
+    assert "sglang:" in page
+    steps = parse_metrics(page).steps
+    assert steps.keys() == COUNTER_MEANINGS.keys()
+    assert steps["drafted"] >= steps["judged"] == steps["refused"] > 0
+    assert steps["verify_forwards"] >= steps["judge_forwards"] > 0
+    assert steps["judge_seconds"] > 0

@@ -13,7 +13,10 @@ from speculators_ext.engines.sglang.mtp_reuse.requested import (
     mtp_reuse_settings,
     prepare_mtp_reuse,
 )
-from speculators_ext.engines.sglang.reasoning_step.requested import prepare_reasoning_step
+from speculators_ext.engines.sglang.reasoning_step.requested import (
+    prepare_reasoning_step,
+    widest_round,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -75,6 +78,11 @@ class ReasoningStepAlgorithm(ExtAlgorithm):
     def handle_server_args(self, server_args: Any) -> None:
         """Check the arguments and fill in what the user left open."""
         prepare_reasoning_step(server_args)
+
+    def resolve_max_speculative_num_draft_tokens(self, server_args: Any) -> int | None:
+        """So many slots a round may write: as many are reserved behind each request."""
+        width = super().resolve_max_speculative_num_draft_tokens(server_args)
+        return widest_round(server_args, width)
 
 
 def _carries_draft_hidden_states(self: ExtAlgorithm) -> bool:

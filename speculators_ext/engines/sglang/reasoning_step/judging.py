@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from speculators_ext.config import ReasoningStepConfig
+    from speculators_ext.engines.sglang.reasoning_step.counts_page import CountsPage
+    from speculators_ext.engines.sglang.reasoning_step.suffix import SuffixForward
 
 __all__ = ["Candidate", "StepJudging"]
 
@@ -24,13 +26,18 @@ _LOG_SECONDS = 10.0
 
 
 class Candidate(NamedTuple):
-    """What was drafted for one request: how many tokens, and from where on a judge takes them.
+    """What was drafted for one request.
 
-    ``threshold`` is None where the step is no whole one, or the request is exact.
+    Attributes:
+        drafts: how many tokens.
+        threshold: from where on a judge takes them; None where they are no whole step, where the
+            suffix has no room behind them, or where the request is exact.
+        last: position of the last of them.
     """
 
     drafts: int
     threshold: float | None
+    last: int
 
 
 class StepJudging:
@@ -38,19 +45,33 @@ class StepJudging:
 
     Args:
         options: the method's settings.
+        suffix: asks the target for a digit; None where the judge does not.
+        page: shows the counters; None shows them in the log only.
     """
 
-    def __init__(self, options: ReasoningStepConfig) -> None:
+    def __init__(
+        self,
+        options: ReasoningStepConfig,
+        suffix: SuffixForward | None = None,
+        page: CountsPage | None = None,
+    ) -> None:
         self.counters = StepCounters()
         self._judge = JUDGES[options.judge](options.mean_logprob)
+        self._suffix, self._page = suffix, page
         self._logged = (time.monotonic(), 0)
 
     def choose(
-        self, rows: Sequence[Candidate], logits: Tensor, candidates: Tensor, chosen: Tensor
+        self,
+        batch: Any,
+        rows: Sequence[Candidate],
+        logits: Tensor,
+        candidates: Tensor,
+        chosen: Tensor,
     ) -> Tensor:
         """The tokens to accept against.
 
         Args:
+            batch: SGLang's ``ScheduleBatch`` of R requests, whose drafts have KV by now.
             rows: [R].
             logits: the target's, [R * W, V].
             candidates: int [R, W], each request's last token and its drafts.
@@ -70,43 +91,65 @@ class StepJudging:
                     opened.append(at)
         if opened:
             began = time.perf_counter()
-            chosen = self._pass(opened, rows, logits, candidates, chosen)
+            numbers = self._numbers(opened, batch, rows, logits, candidates)
             self.counters.judge_seconds += time.perf_counter() - began
-        self._log()
+            chosen = self._pass(opened, numbers, rows, candidates, chosen)
+        self._report()
         return chosen
+
+    def _numbers(
+        self,
+        opened: list[int],
+        batch: Any,
+        rows: Sequence[Candidate],
+        logits: Tensor,
+        candidates: Tensor,
+    ) -> list[float]:
+        """What the judge says of the steps of the requests ``opened``."""
+        width, counts = candidates.shape[1], [rows[at].drafts for at in opened]
+        device = logits.device
+
+        def logprobs() -> tuple[Tensor, Tensor]:
+            starts = [at * width for at in opened]
+            pairs = zip(starts, counts, strict=True)
+            flat = torch.tensor([at for start, n in pairs for at in range(start, start + n)])
+            owners = torch.tensor([owner for owner, n in enumerate(counts) for _ in range(n)])
+            law = torch.log_softmax(logits[flat.to(device)].float(), dim=-1)
+            tokens = candidates.flatten().long()[flat.to(device) + 1]
+            return law.gather(1, tokens[:, None])[:, 0], owners.to(device)
+
+        def digit_logits() -> Tensor:
+            assert self._suffix is not None
+            lasts = [rows[at].last for at in opened]
+            found = self._suffix.digit_logits(batch, opened, lasts)
+            self.counters.judge_forwards = self._suffix.forwards
+            return found
+
+        return self._judge.numbers(OpenSteps(len(opened), logprobs, digit_logits)).tolist()
 
     def _pass(
         self,
         opened: list[int],
+        numbers: list[float],
         rows: Sequence[Candidate],
-        logits: Tensor,
         candidates: Tensor,
         chosen: Tensor,
     ) -> Tensor:
-        width, counts = candidates.shape[1], [rows[at].drafts for at in opened]
-
-        def logprobs() -> tuple[Tensor, Tensor]:
-            pairs = zip(opened, counts, strict=True)
-            flat = torch.cat([torch.arange(n) + at * width for at, n in pairs])
-            owners = torch.repeat_interleave(torch.arange(len(opened)), torch.tensor(counts))
-            law = torch.log_softmax(logits[flat].float(), dim=-1)
-            tokens = candidates.flatten().long()[flat + 1]
-            return law.gather(1, tokens[:, None])[:, 0], owners
-
-        def digit_logits() -> Tensor:
-            raise NotImplementedError("'score' is refused before the engine starts")
-
-        numbers = self._judge.numbers(OpenSteps(len(opened), logprobs, digit_logits))
         self.counters.judged += len(opened)
         chosen = chosen.clone()
-        for at, n, number in zip(opened, counts, numbers.tolist(), strict=True):
-            threshold = rows[at].threshold
+        for at, number in zip(opened, numbers, strict=True):
+            n, threshold = rows[at].drafts, rows[at].threshold
             if threshold is not None and number >= threshold:
                 step = candidates[at, 1 : n + 1].to(chosen.dtype)
                 self.counters.tokens_against += int((step != chosen[at, :n]).sum())
                 self.counters.accepted += 1
                 chosen[at, :n] = step
         return chosen
+
+    def _report(self) -> None:
+        if self._page is not None:
+            self._page.show(self.counters)
+        self._log()
 
     def _log(self) -> None:
         then, seen = self._logged

@@ -12,18 +12,29 @@ from speculators_ext.engines.sglang.requested import (
     draft_count,
     raw_settings,
     refuse_flags,
+    target_config,
     target_info,
 )
-from speculators_ext.proposers.step_tokens import find_span, same_tokens
+from speculators_ext.proposers.step_tokens import find_span, find_suffix, same_tokens
 
 if TYPE_CHECKING:
     from speculators_ext.config import ReasoningStepConfig
+    from speculators_ext.proposers.step_tokens import JudgeSuffix
 
-__all__ = ["DEFAULT_NUM_STEPS", "load_tokenizer", "prepare_reasoning_step", "step_settings"]
+__all__ = [
+    "DEFAULT_NUM_STEPS",
+    "judge_suffix",
+    "load_tokenizer",
+    "prepare_reasoning_step",
+    "reasoning_tokens",
+    "step_settings",
+    "widest_round",
+]
 
 DEFAULT_NUM_STEPS = 48
 _NAME = "REASONING_STEP"
 _MODEL = "--speculative-draft-model-path"
+_suffixes: dict[tuple[str, str, str], JudgeSuffix] = {}
 
 
 def step_settings(server_args: Any) -> ReasoningStepConfig:
@@ -47,6 +58,48 @@ def load_tokenizer(server_args: Any, path: str | None = None) -> Any:
     )
 
 
+def reasoning_tokens(
+    options: ReasoningStepConfig, server_args: Any, tokenizer: Any
+) -> tuple[str | None, str | None]:
+    """The texts of the tokens that open and close the reasoning: given, or the parser's."""
+    if options.reasoning_start is not None or options.reasoning_end is not None:
+        return options.reasoning_start, options.reasoning_end
+    if not server_args.reasoning_parser:
+        return None, None
+    from sglang.srt.parser.reasoning_parser import ReasoningParser
+
+    detector = ReasoningParser(server_args.reasoning_parser, tokenizer=tokenizer).detector
+    return detector.think_start_token, detector.think_end_token
+
+
+def judge_suffix(server_args: Any, options: ReasoningStepConfig) -> JudgeSuffix | None:
+    """What the judge puts behind a step; None for a judge that does not.
+
+    Raises:
+        ConfigError: no digit can follow it; one line.
+    """
+    if options.judge != "score":
+        return None
+    # Asked for again and again while the arguments are resolved, in each process.
+    key = (server_args.model_path, server_args.tokenizer_path, options.judge_suffix)
+    if key not in _suffixes:
+        _suffixes[key] = find_suffix(load_tokenizer(server_args), options.judge_suffix)
+    return _suffixes[key]
+
+
+def widest_round(server_args: Any, width: int | None) -> int | None:
+    """The most cache slots that a round writes behind a request: verification's and the judge's.
+
+    Args:
+        server_args: SGLang's.
+        width: of verification, where it is known by now.
+    """
+    if width is None:
+        return None
+    suffix = judge_suffix(server_args, step_settings(server_args))
+    return width if suffix is None else width + len(suffix.ids)
+
+
 def prepare_reasoning_step(server_args: Any) -> None:
     """Check a server's arguments and fill in what the user left open.
 
@@ -62,25 +115,7 @@ def prepare_reasoning_step(server_args: Any) -> None:
         ("skip_tokenizer_init", "steps are found by their text"),
     )
     options = step_settings(server_args)
-    if options.judge == "score":
-        raise ConfigError(
-            f"{FLAG}: judge='score' is not supported on SGLang, whose verification reserves no "
-            "slots behind a step; accepted: 'logprob' or 'exact'; use one of them, or vLLM"
-        )
-    path = server_args.speculative_draft_model_path
-    if path is None:
-        raise ConfigError(
-            f"--speculative-algorithm {_NAME}: {_MODEL} is missing; accepted: a small model with "
-            "the target's tokenizer"
-        )
-    tokenizer = load_tokenizer(server_args)
-    difference = same_tokens(tokenizer, load_tokenizer(server_args, path))
-    if difference is not None:
-        raise ConfigError(
-            f"{_MODEL}={path!r} has another tokenizer than the target: {difference}; choose a "
-            "small model of the target's family"
-        )
-    find_span(tokenizer, options.reasoning_start, options.reasoning_end)
+    path = _check_tokenizers(server_args, options)
     steps = server_args.speculative_num_steps or DEFAULT_NUM_STEPS
     drafts = draft_count(steps, "--speculative-num-steps", server_args.context_length)
     if server_args.speculative_num_draft_tokens not in (None, drafts + 1):
@@ -89,6 +124,7 @@ def prepare_reasoning_step(server_args: Any) -> None:
             f"fit --speculative-num-steps={drafts}; accepted: {drafts + 1}, a step's tokens and "
             "the one before them; leave one out"
         )
+    _check_room(server_args, options, drafts)
     server_args.speculative_num_steps = drafts
     server_args.speculative_eagle_topk = 1
     server_args.speculative_num_draft_tokens = drafts + 1
@@ -102,4 +138,41 @@ def prepare_reasoning_step(server_args: Any) -> None:
             path,
             options.judge,
             options.passes_from,
+        )
+
+
+def _check_tokenizers(server_args: Any, options: ReasoningStepConfig) -> str:
+    """The small model, which must have the target's tokens."""
+    path = server_args.speculative_draft_model_path
+    if path is None:
+        raise ConfigError(
+            f"--speculative-algorithm {_NAME}: {_MODEL} is missing; accepted: a small model with "
+            "the target's tokenizer"
+        )
+    tokenizer = load_tokenizer(server_args)
+    difference = same_tokens(tokenizer, load_tokenizer(server_args, path))
+    if difference is not None:
+        raise ConfigError(
+            f"{_MODEL}={path!r} has another tokenizer than the target: {difference}; choose a "
+            "small model of the target's family"
+        )
+    find_span(tokenizer, *reasoning_tokens(options, server_args, tokenizer))
+    return str(path)
+
+
+def _check_room(server_args: Any, options: ReasoningStepConfig, drafts: int) -> None:
+    """Refuse a suffix that would never fit behind a step."""
+    suffix = judge_suffix(server_args, options)
+    if suffix is None:
+        return
+    from sglang.srt.utils.hf_transformers.common import get_context_length
+
+    text = target_config(server_args).get_text_config()
+    context = server_args.context_length or get_context_length(text)
+    needed = drafts + 1 + len(suffix.ids)
+    if needed >= context:
+        raise ConfigError(
+            f"{FLAG}: judge_suffix has {len(suffix.ids)} tokens, which with a step of {drafts} do "
+            f"not fit --context-length={context}; accepted: fewer than {context} together; shorten "
+            "it, lower --speculative-num-steps or choose judge='logprob'"
         )

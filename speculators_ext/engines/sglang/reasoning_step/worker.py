@@ -15,9 +15,16 @@ from sglang.srt.runtime_context import get_spec
 from speculators_ext.engines.sglang.chains import chain_verify_input
 from speculators_ext.engines.sglang.choices import choosing
 from speculators_ext.engines.sglang.log import log_method
+from speculators_ext.engines.sglang.reasoning_step.counts_page import CountsPage
 from speculators_ext.engines.sglang.reasoning_step.judging import Candidate, StepJudging
-from speculators_ext.engines.sglang.reasoning_step.requested import load_tokenizer, step_settings
+from speculators_ext.engines.sglang.reasoning_step.requested import (
+    judge_suffix,
+    load_tokenizer,
+    reasoning_tokens,
+    step_settings,
+)
 from speculators_ext.engines.sglang.reasoning_step.small_model import SmallModel
+from speculators_ext.engines.sglang.reasoning_step.suffix import SuffixForward
 from speculators_ext.engines.sglang.worker import RoundWorker
 from speculators_ext.proposers.reasoning_step import (
     DraftedStep,
@@ -41,6 +48,7 @@ __all__ = ["ReasoningStepWorker"]
 class _Entry:
     """A request: its tokens, prompt included, and how many of them the small model has read."""
 
+    req: Any
     tokens: list[int]
     tracker: StepTracker
     exact: bool
@@ -64,7 +72,11 @@ class ReasoningStepWorker(RoundWorker):
         super().__init__(target_worker, self.model, get_spec().speculative_num_steps)
         self._options = step_settings(server_args)
         self._rules = _rules(server_args, self._options, target_worker.model_config.hf_eos_token_id)
-        self._judging = StepJudging(self._options)
+        suffix = judge_suffix(server_args, self._options)
+        judge = None if suffix is None else SuffixForward(self._runner, suffix)
+        self._judging = StepJudging(self._options, judge, CountsPage())
+        # A step that ends here or later leaves the suffix no room in the model.
+        self._end = self._last + 1 - (0 if suffix is None else len(suffix.ids))
         small = self.model.draft_runner.model_config.vocab_size
         # Padding of one vocabulary beyond the other's is never drafted and never read.
         self._both = min(small, target_worker.model_config.vocab_size)
@@ -86,14 +98,18 @@ class ReasoningStepWorker(RoundWorker):
         drafts = self._draft(batch, lengths)
         bonus = batch.spec_info.bonus_tokens
         batch.spec_info = chain_verify_input(bonus, drafts, lengths, self._last)
-        rows = [self._candidate(req, own) for req, own in zip(batch.reqs, drafts, strict=True)]
-        with choosing(lambda *given: self._judging.choose(rows, *given)):
+        rows = [
+            self._candidate(req, len(own), length + len(own))
+            for req, own, length in zip(batch.reqs, drafts, lengths, strict=True)
+        ]
+        with choosing(lambda *given: self._judging.choose(batch, rows, *given)):
             result = self.run_verify(batch, on_publish, grammar_barrier)
         self._note(batch, result)
         return result
 
     def _prefill(self, batch: Any, on_publish: Callable[[torch.Tensor], None] | None) -> Any:
         result = self.run_prefill(batch, on_publish)
+        self._forget_ended()
         for req, token in zip(batch.reqs, result.next_token_ids.tolist(), strict=True):
             self._known.start(req, token)
             output = [*req.output_ids, token]
@@ -101,9 +117,15 @@ class ReasoningStepWorker(RoundWorker):
             rules = replace(self._rules, stops=self._rules.stops | stops)
             prompt = list(req.origin_input_ids)
             self._entries[req.rid] = _Entry(
-                [*prompt, *output], StepTracker(rules, prompt, output), _is_exact(req)
+                req, [*prompt, *output], StepTracker(rules, prompt, output), _is_exact(req)
             )
         return result
+
+    def _forget_ended(self) -> None:
+        """Drop requests that ended, also those that never come to a round."""
+        for name in [name for name, entry in self._entries.items() if entry.req.finished()]:
+            self._entries.pop(name)
+        self._known.forget_absent(lambda name: name in self._entries)
 
     def _forget_absent(self, present: set[str]) -> None:
         """Drop requests that are gone; one whose prompt has just been run may join a round late."""
@@ -149,12 +171,13 @@ class ReasoningStepWorker(RoundWorker):
         for row, entry in entries.items():
             entry.judgeable = walks[row].judgeable
 
-    def _candidate(self, req: Any, drafts: list[int]) -> Candidate:
+    def _candidate(self, req: Any, drafts: int, last: int) -> Candidate:
         entry = self._entries.get(req.rid)
-        if entry is None or entry.exact or not entry.judgeable or not drafts:
-            return Candidate(len(drafts), None)
+        judgeable = entry is not None and entry.judgeable and not entry.exact
+        if not judgeable or not drafts or last >= self._end:
+            return Candidate(drafts, None, last)
         own = self._known.options_of(req).threshold
-        return Candidate(len(drafts), self._options.passes_from if own is None else own)
+        return Candidate(drafts, self._options.passes_from if own is None else own, last)
 
     def _note(self, batch: Any, result: Any) -> None:
         """Remember what was kept, and how far the small model has read it."""
@@ -185,7 +208,7 @@ def _rules(server_args: Any, options: ReasoningStepConfig, ends: Any) -> StepRul
     stops = {*(ends or ()), *(() if eos is None else (eos,))}
     return StepRules(
         StepSplitter(options.delimiter, token_texts(tokenizer)),
-        find_span(tokenizer, options.reasoning_start, options.reasoning_end),
+        find_span(tokenizer, *reasoning_tokens(options, server_args, tokenizer)),
         options.first_exact,
         options.min_step_tokens,
         frozenset(stops),
