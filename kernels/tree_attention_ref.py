@@ -33,6 +33,7 @@ __all__ = [
     "TreeBatch",
     "dequantize",
     "merge_attention_ref",
+    "pack_words",
     "row_dtype",
     "spans_of",
     "tree_attention_gathered_ref",
@@ -169,6 +170,15 @@ def tree_attention_ref(
     group = query.shape[1] // key.shape[1]
     bias = tree_bias(mask, group, prefix_key.shape[1], query.dtype)
     return tree_attention_gathered_ref(query, keys, values, bias, scale, soft_cap)
+
+
+def pack_words(sees: Tensor) -> Tensor:
+    """Masks as bits: bool [n, L] -> int32 [n, ceil(L / 32)]."""
+    num_words = -(-sees.shape[1] // 32)
+    bits = torch.nn.functional.pad(sees, (0, 32 * num_words - sees.shape[1])).long()
+    shifts = torch.arange(32, device=sees.device)
+    words = (bits.view(len(sees), num_words, 32) << shifts).sum(-1)
+    return torch.where(words >= 1 << 31, words - (1 << 32), words).int()
 
 
 def unpack_mask(words: Tensor, num_rows: int) -> Tensor:

@@ -74,17 +74,22 @@ def _sglang(version: str | None) -> dict[str, Any]:
     if version is None:
         return {"ok": False, "detail": "not installed"}
     from speculators_ext.engines.devices import find_gpu
+    from speculators_ext.engines.sglang.gpus import OPT_IN, UNTRIED, is_allowed, is_supported
     from speculators_ext.engines.sglang.hooks import find_problem
-    from speculators_ext.engines.sglang.methods import METHODS
+    from speculators_ext.engines.sglang.methods import GPU_METHODS, METHODS
 
-    problem, gpu = find_problem(), find_gpu()
+    problem, gpu, where = find_problem(), find_gpu(), "on CPUs; experimental"
     if problem is None and gpu is not None:
-        problem = f"SGLang {version}: our algorithms run on CPUs in this version, and {gpu} is here"
-    return {
-        "ok": problem is None,
-        "detail": problem
-        or f"sglang {version}: {', '.join(m.upper() for m in METHODS)}, on CPUs only; experimental",
-    }
+        if not is_supported(gpu):
+            problem = f"SGLang {version}: {gpu} is here; accepted: an NVIDIA GPU, or none"
+        elif not is_allowed():
+            problem = (
+                f"SGLang {version}: our code {UNTRIED}, and {gpu} is here; "
+                f"{OPT_IN}=1 lets you try it all the same"
+            )
+        where = f"which {UNTRIED}, as {OPT_IN}=1 allows"
+    names = ", ".join(name.upper() for name in (METHODS if gpu is None else GPU_METHODS))
+    return {"ok": problem is None, "detail": problem or f"sglang {version}: {names}, {where}"}
 
 
 def _model_runner(versions: dict[str, str | None]) -> dict[str, Any]:
@@ -168,8 +173,15 @@ def _target_obstacles(
     engine: str, method: Method, shape: TargetShape | None, *, usable: bool
 ) -> list[str]:
     if engine == "sglang":
-        from speculators_ext.engines.sglang.methods import METHODS, find_target_obstacle
+        from speculators_ext.engines.devices import find_gpu
+        from speculators_ext.engines.sglang.methods import (
+            GPU_METHODS,
+            METHODS,
+            find_target_obstacle,
+        )
 
+        if method.name in METHODS and method.name not in GPU_METHODS and find_gpu() is not None:
+            return ["SGLang has this method on machines without a GPU only"]
         if shape is None:
             return [] if method.name in METHODS else ["SGLang does not have this method"]
     elif shape is None or not usable:

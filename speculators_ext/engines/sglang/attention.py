@@ -13,7 +13,16 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["PackedRowsBackend", "attend_prefix"]
+__all__ = ["PackedRowsBackend", "attend_prefix", "by_head"]
+
+
+def by_head(layer: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values as [n, heads, size]."""
+    return (
+        q.view(-1, layer.tp_q_head_num, layer.qk_head_dim),
+        k.view(-1, layer.tp_k_head_num, layer.qk_head_dim),
+        v.view(-1, layer.tp_v_head_num, layer.v_head_dim),
+    )
 
 
 def attend_prefix(
@@ -80,9 +89,7 @@ class PackedRowsBackend:
         """Attend packed rows: [R * W, ...] -> [R * W, heads * v_head_dim]."""
         width = q.shape[0] // len(self._slots)
         itself = torch.eye(width, dtype=torch.bool, device=q.device)
-        query = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        key = k.view(-1, layer.tp_k_head_num, layer.qk_head_dim)
-        value = v.view(-1, layer.tp_v_head_num, layer.v_head_dim)
+        query, key, value = by_head(layer, q, k, v)
         keys = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
         values = self.token_to_kv_pool.get_value_buffer(layer.layer_id)
         parts = []

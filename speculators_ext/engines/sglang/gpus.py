@@ -8,10 +8,18 @@ from typing import Any
 from speculators_ext.config import ConfigError
 from speculators_ext.engines.sglang.log import logger
 
-__all__ = ["BACKENDS", "OPT_IN", "UNTRIED", "check_gpu", "is_allowed", "warn_untried"]
+__all__ = [
+    "BACKENDS",
+    "OPT_IN",
+    "UNTRIED",
+    "check_gpu",
+    "is_allowed",
+    "is_supported",
+    "warn_untried",
+]
 
 OPT_IN = "SPECULATORS_EXT_SGLANG_ON_GPU"
-UNTRIED = "has never run on a GPU on SGLang"
+UNTRIED = "has never run on a GPU with SGLang"
 # Their metadata of decode steps and of verification has been read through with our inputs.
 BACKENDS = ("triton", "flashinfer", "fa3")
 
@@ -33,6 +41,11 @@ _FIXED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
 def is_allowed() -> bool:
     """Whether the user has said that he wants our methods on a GPU."""
     return os.environ.get(OPT_IN, "").strip() == "1"
+
+
+def is_supported(gpu: str) -> bool:
+    """Whether our methods were written for ``gpu``, as `find_gpu` names it."""
+    return gpu.startswith("an NVIDIA GPU")
 
 
 def warn_untried(name: str) -> None:
@@ -57,7 +70,7 @@ def check_gpu(name: str, server_args: Any, gpu: str) -> None:
             f"{asked}: {UNTRIED}, and {gpu} is here; "
             f"set {OPT_IN}=1 to try it all the same, or use vLLM"
         )
-    if not gpu.startswith("an NVIDIA GPU"):
+    if not is_supported(gpu):
         raise ConfigError(
             f"{asked}: {gpu} is not supported on SGLang; accepted: an NVIDIA GPU; use vLLM"
         )
@@ -67,6 +80,7 @@ def check_gpu(name: str, server_args: Any, gpu: str) -> None:
             "accepted: --device cuda"
         )
     _check_backends(asked, server_args)
+    _check_environment(asked)
     for argument, accepted, reason in _FIXED:
         given = getattr(server_args, argument)
         if given not in accepted:
@@ -74,6 +88,14 @@ def check_gpu(name: str, server_args: Any, gpu: str) -> None:
                 f"{asked}: --{argument.replace('_', '-')}={given} is not supported on GPUs, "
                 f"{reason}; accepted: {', '.join(map(str, accepted))}; leave it out"
             )
+
+
+def _check_environment(asked: str) -> None:
+    """A graph of SGLang's own preparations would keep the masks of the round it was made in."""
+    name = "SGLANG_ENABLE_METADATA_GLUE_GRAPH"
+    given = os.environ.get(name, "").lower()
+    if given not in ("", "0", "false", "n", "no"):
+        raise ConfigError(f"{asked}: {name}={given} is not supported; accepted: 0; unset it")
 
 
 def _check_backends(asked: str, server_args: Any) -> None:

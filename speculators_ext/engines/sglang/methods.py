@@ -9,9 +9,17 @@ from speculators_ext.engines.checkpoints import find_module_obstacle
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["LAYERED_TARGETS", "METHODS", "find_layer_obstacle", "find_target_obstacle"]
+__all__ = [
+    "GPU_METHODS",
+    "LAYERED_TARGETS",
+    "METHODS",
+    "find_layer_obstacle",
+    "find_target_obstacle",
+]
 
 METHODS = ("clasp", "eagle2", "mtp_reuse", "reasoning_step")
+GPU_METHODS = ("clasp", "eagle2", "mtp_reuse")
+"""Those that a user may try on a GPU."""
 
 # Their decoders run `layers[start_layer:end_layer]` in a loop, each layer called
 # `layer(positions, hidden_states, forward_batch)` with the residual in the batch.

@@ -162,7 +162,7 @@ def check_engine(name: str, server_args: Any, *, on_gpus: bool = False) -> None:
             "accepted: --device cpu on a machine without a GPU; use vLLM on GPUs"
         )
     else:
-        _check_cpu_attention(name, server_args)
+        _check_cpu_attention(name, server_args, interpreted=on_gpus)
     for flag in ("tp_size", "pp_size", "dp_size"):
         if getattr(server_args, flag) != 1:
             raise ConfigError(
@@ -176,14 +176,13 @@ def check_engine(name: str, server_args: Any, *, on_gpus: bool = False) -> None:
         )
 
 
-def _check_cpu_attention(name: str, server_args: Any) -> None:
+def _check_cpu_attention(name: str, server_args: Any, *, interpreted: bool) -> None:
     backend = server_args.attention_backend
-    # What GPUs run runs here too, slowly: the way to try it without one.
-    interpreted = backend == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
-    if backend not in (None, "torch_native") and not interpreted:
+    # What runs on GPUs runs here too, slowly: the way to try it without one.
+    interpreted = interpreted and os.environ.get("TRITON_INTERPRET") == "1"
+    if backend not in (None, "torch_native", *(("triton",) if interpreted else ())):
         raise ConfigError(
-            f"--attention-backend={backend} is not supported by {name} on CPUs; "
-            "accepted: torch_native, or triton in its interpreter (TRITON_INTERPRET=1)"
+            f"--attention-backend={backend} is not supported by {name}; accepted: torch_native"
         )
 
 

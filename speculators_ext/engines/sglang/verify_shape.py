@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["AS_NEEDED", "VerifyShape", "lay_mask", "verify_shape"]
+__all__ = ["AS_NEEDED", "VerifyShape", "lay_mask", "runs_kernels", "verify_shape"]
 
 
 class VerifyShape(NamedTuple):
@@ -34,6 +34,11 @@ AS_NEEDED = VerifyShape()
 """Our own attention for CPUs: any width, masks of the rows among themselves."""
 
 
+def runs_kernels(runner: Any) -> bool:
+    """Whether ``runner`` attends by kernels for GPUs, which Triton's interpreter may run."""
+    return not isinstance(runner.attn_backend, TorchNativeAttnBackend)
+
+
 def verify_shape(runner: Any, most: int) -> VerifyShape:
     """What ``runner``'s attention wants of at most ``most`` drafts a request.
 
@@ -45,7 +50,7 @@ def verify_shape(runner: Any, most: int) -> VerifyShape:
         NotImplementedError: a layout of masks that is not known here; one line.
     """
     backend = runner.attn_backend
-    if isinstance(backend, TorchNativeAttnBackend):
+    if not runs_kernels(runner):
         return AS_NEEDED._replace(device=runner.device)
     mode = TreeMaskMode.FULL_MASK if backend.verify_mask is None else backend.verify_mask.mode
     if mode not in (TreeMaskMode.FULL_MASK, TreeMaskMode.QLEN_ONLY):

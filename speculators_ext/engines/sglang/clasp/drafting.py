@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
 from speculators_ext.engines.sglang.attention import PackedRowsBackend
+from speculators_ext.engines.sglang.verify_shape import runs_kernels
 from speculators_ext.proposers.clasp import best_set, solve
 
 if TYPE_CHECKING:
@@ -60,6 +61,15 @@ class _PackedStack:
         return packed.view(num_rows, width, hidden_size)
 
 
+def _backend(runner: Any) -> type[PackedRowsBackend]:
+    """By our kernel where the target's attention is by kernels too."""
+    if not runs_kernels(runner):
+        return PackedRowsBackend
+    from speculators_ext.engines.sglang.attention_gpu import KernelPackedRowsBackend, reads_pool
+
+    return KernelPackedRowsBackend if reads_pool(runner.token_to_kv_pool) else PackedRowsBackend
+
+
 def search_set(
     layers: TargetLayers,
     runner: Any,
@@ -74,7 +84,7 @@ def search_set(
         table[index, :length].long()
         for index, length in zip(indices, positions.tolist(), strict=True)
     ]
-    backend = PackedRowsBackend(runner.token_to_kv_pool, slots)
+    backend = _backend(runner)(runner.token_to_kv_pool, slots)
     with forward_context(ForwardContext(attn_backend=backend), forward_batch=step):
         result = solve(
             _PackedStack(layers, positions, step),

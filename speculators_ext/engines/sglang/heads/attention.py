@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
+from speculators_ext.engines.sglang.attention import by_head
 from speculators_ext.kernels.tree_attention_ref import tree_attention_gathered_ref, tree_bias
 
 if TYPE_CHECKING:
@@ -17,15 +18,6 @@ if TYPE_CHECKING:
     from speculators_ext.proposers.eagle2 import Level
 
 __all__ = ["ExtendBackend", "LevelBackend"]
-
-
-def _by_head(layer: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values as [n, heads, size]."""
-    return (
-        q.view(-1, layer.tp_q_head_num, layer.qk_head_dim),
-        k.view(-1, layer.tp_k_head_num, layer.qk_head_dim),
-        v.view(-1, layer.tp_v_head_num, layer.v_head_dim),
-    )
 
 
 class ExtendBackend:
@@ -55,7 +47,7 @@ class ExtendBackend:
         **kwargs: Any,
     ) -> Tensor:
         """Attend and write: [n, ...] -> [n, heads * v_head_dim]."""
-        query, key, value = _by_head(layer, q, k, v)
+        query, key, value = by_head(layer, q, k, v)
         where = KVWriteLoc(forward_batch.out_cache_loc, None)
         self.token_to_kv_pool.set_kv_buffer(layer, where, key, value)
         keys = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
@@ -113,7 +105,7 @@ class LevelBackend:
         """Attend the nodes of ``level``: [n, ...] -> [n, heads * v_head_dim]."""
         level = self.level
         assert level is not None
-        query, key, value = _by_head(layer, q, k, v)
+        query, key, value = by_head(layer, q, k, v)
         group = layer.tp_q_head_num // layer.tp_k_head_num
         width = level.sees.shape[1]
         out = query.new_empty(*query.shape[:2], layer.v_head_dim)

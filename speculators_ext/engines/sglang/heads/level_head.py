@@ -6,15 +6,27 @@ from typing import TYPE_CHECKING, Any
 
 from speculators_ext.engines.sglang.heads.attention import LevelBackend
 from speculators_ext.engines.sglang.heads.draft_model import prefix_slots
+from speculators_ext.engines.sglang.verify_shape import runs_kernels
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from speculators_ext.engines.sglang.heads.attention_gpu import KernelLevelBackend
     from speculators_ext.engines.sglang.heads.worker import HeadWorker
     from speculators_ext.proposers.eagle2 import Level
     from speculators_ext.proposers.head_rounds import Roots
 
 __all__ = ["LevelHead"]
+
+
+def _backend(worker: HeadWorker) -> type[LevelBackend | KernelLevelBackend]:
+    """By our kernel where the target's attention is by kernels too."""
+    if not runs_kernels(worker.target_worker.model_runner):
+        return LevelBackend
+    from speculators_ext.engines.sglang.attention_gpu import reads_pool
+    from speculators_ext.engines.sglang.heads.attention_gpu import KernelLevelBackend
+
+    return KernelLevelBackend if reads_pool(worker.model.pool) else LevelBackend
 
 
 class LevelHead:
@@ -33,7 +45,7 @@ class LevelHead:
         self._worker, self._batch = worker, batch
         self._rows, self._lengths = roots.rows, roots.lengths
         slots = prefix_slots(batch, roots.rows, roots.lengths)
-        self._backend = LevelBackend(worker.model.pool, slots, num_places)
+        self._backend = _backend(worker)(worker.model.pool, slots, num_places)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, H] -> [n, V_draft]."""

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 
+from speculators_ext.kernels.tree_attention_ref import pack_words
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -67,15 +69,6 @@ class FlatTrees(NamedTuple):
     words: torch.Tensor
     depths: torch.Tensor
     max_nodes: int
-
-
-def pack_words(sees: torch.Tensor) -> torch.Tensor:
-    """Masks as bits: bool [n, L] -> int32 [n, ceil(L / 32)]."""
-    num_words = -(-sees.shape[1] // 32)
-    bits = torch.nn.functional.pad(sees, (0, 32 * num_words - sees.shape[1])).long()
-    shifts = torch.arange(32, device=sees.device)
-    words = (bits.view(len(sees), num_words, 32) << shifts).sum(-1)
-    return torch.where(words >= 1 << 31, words - (1 << 32), words).int()
 
 
 @dataclass
