@@ -23,7 +23,7 @@ else:
     import speculators_ext
 
     shims = Path(speculators_ext.__file__).parent / "engines" / "sglang" / "cpu" / "shims"
-    sys.path.insert(0, str(shims))
+    sys.path[:0] = [str(shims), str(Path(__file__).parent)]
     os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
     # SGLang's own kernels, which ours are compared with, run in the interpreter.
     os.environ["TRITON_INTERPRET"] = "1"
@@ -50,7 +50,7 @@ def other_models() -> str:
     return ",".join(sorted({file.stem for file in files} - MODELS - {"__init__", "registry"}))
 
 
-RUNNER = Path(__file__).parent / "run_engine.py"
+RUNNER = "run_engine.py"
 CONFIG = "SPECULATORS_EXT_METHOD_CONFIG"
 MODEL_LEN = 256
 
@@ -62,9 +62,16 @@ class Engine:
         log: where the engine's output goes.
         options: arguments of ``sglang.Engine`` beyond those every test shares.
         environment: further variables of the process.
+        runner: what runs it, a file beside this one.
     """
 
-    def __init__(self, log: Path, options: dict[str, Any], environment: dict[str, str]) -> None:
+    def __init__(
+        self,
+        log: Path,
+        options: dict[str, Any],
+        environment: dict[str, str],
+        runner: str = RUNNER,
+    ) -> None:
         shared = {
             "device": "cpu",
             "attention_backend": "torch_native",
@@ -76,8 +83,12 @@ class Engine:
             "sleep_on_idle": True,
         }
         kept = {name: os.environ[name] for name in os.environ if name != "TRITON_INTERPRET"}
-        command = [sys.executable, str(RUNNER), json.dumps(shared | options)]
-        self._log = log
+        command = [
+            sys.executable,
+            str(Path(__file__).parent / runner),
+            json.dumps(shared | options),
+        ]
+        self.log = log
         self._process = subprocess.Popen(
             command,
             env=kept
@@ -97,7 +108,7 @@ class Engine:
     def _answer(self) -> Any:
         line = self._process.stdout.readline() if self._process.stdout else ""
         if not line:
-            end = "\n".join(self._log.read_text().splitlines()[-40:])
+            end = "\n".join(self.log.read_text().splitlines()[-40:])
             raise AssertionError(f"the engine is gone; the end of its output:\n{end}")
         return json.loads(line)
 
@@ -137,6 +148,7 @@ class Engines:
         model: str = "tiny-llama",
         method_config: dict[str, Any] | None = None,
         environment: dict[str, str] | None = None,
+        runner: str = RUNNER,
         **options: Any,
     ) -> Engine:
         from speculators_ext.assets import build
@@ -145,14 +157,14 @@ class Engines:
         if method_config is not None:
             environment[CONFIG] = json.dumps(method_config)
         options["model_path"] = str(build(model))
-        key = json.dumps([options, environment], sort_keys=True)
+        key = json.dumps([options, environment, runner], sort_keys=True)
         plain = "speculative_algorithm" not in options
         running = self._running.get(plain)
         if running is None or running[0] != key or not running[1].alive:
             self._stop(plain)
             self._count += 1
             log = self._folder / f"engine{self._count}.log"
-            self._running[plain] = key, Engine(log, options, environment)
+            self._running[plain] = key, Engine(log, options, environment, runner)
         return self._running[plain][1]
 
     def plain(self, prompts: Sequence[Any], params: Any, **options: Any) -> list[dict[str, Any]]:

@@ -6,13 +6,15 @@ import argparse
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from sglang.srt.arg_groups.overrides import resolving_view
 from sglang.srt.plugins import load_plugins
 
 from speculators_ext.assets import build
-from speculators_ext.engines.sglang import requested
+from speculators_ext.config import ConfigError
+from speculators_ext.engines.sglang import gpus, requested
 from speculators_ext.engines.sglang.clasp.requested import DEFAULT_NUM_STEPS, clasp_settings
 
 load_plugins()
@@ -127,5 +129,95 @@ def test_a_target_of_another_kind_of_cache_is_refused(tmp_path, changes, says):
 def test_a_gpu_host_is_refused(monkeypatch):
     """Catches an adapter that was tried on CPUs only at work on a GPU."""
     monkeypatch.setattr(requested, "find_gpu", lambda: "an NVIDIA GPU")
-    with pytest.raises(ValueError, match="an NVIDIA GPU is here"):
+    with pytest.raises(ValueError, match="an NVIDIA GPU is here") as raised:
         resolve()
+    assert f"set {gpus.OPT_IN}=1" in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+ON_GPU = {
+    "device": "cuda", "attention_backend": "triton", "prefill_attention_backend": None,
+    "decode_attention_backend": None, "kv_cache_dtype": "auto", "attn_cp_size": 1, "dcp_size": 1,
+    "enable_torch_compile": False, "enable_deterministic_inference": False,
+    "enable_unified_memory": False, "enable_page_major_kv_layout": False,
+    "enable_kv_cache_sharding": False, "enable_hisparse": False, "enable_pdmux": False,
+}  # fmt: skip
+
+
+def on_gpu(monkeypatch, changes=None, environment=None, gpu="an NVIDIA GPU"):
+    for name, value in ({gpus.OPT_IN: "1"} | (environment or {})).items():
+        monkeypatch.setenv(name, value)
+    gpus.check_gpu("CLASP", SimpleNamespace(**ON_GPU | (changes or {})), gpu)
+
+
+@pytest.mark.parametrize("backend", gpus.BACKENDS)
+def test_a_gpu_may_be_tried_where_the_user_says_so(monkeypatch, backend):
+    """Catches an opt-in that does not open anything."""
+    on_gpu(monkeypatch, {"attention_backend": backend})
+    stock, told = resolve(), {"device", "attention_backend"}
+    assert {name: getattr(stock, name) for name in ON_GPU.keys() - told} == {
+        name: value for name, value in ON_GPU.items() if name not in told
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"device": "cpu"}, "accepted: --device cuda"),
+        ({"attention_backend": "trtllm_mha"}, "triton, flashinfer or fa3"),
+        ({"attention_backend": None}, "--attention-backend triton, flashinfer or fa3"),
+        ({"prefill_attention_backend": "fa3"}, "fa3 and triton"),
+        ({"kv_cache_dtype": "fp8_e5m2"}, "--kv-cache-dtype=fp8_e5m2"),
+        ({"enable_torch_compile": True}, "--enable-torch-compile=True"),
+        ({"enable_unified_memory": True}, "two numberings"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_was_not_read_for_gpus_is_one_line(monkeypatch, changes, says):
+    """Catches a cache read as what it is not, or masks laid out for another attention."""
+    with pytest.raises(ConfigError, match="accepted") as raised:
+        on_gpu(monkeypatch, changes)
+    assert says in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("environment", "gpu", "says"),
+    [
+        ({gpus.OPT_IN: "no"}, "an NVIDIA GPU", "has never run on a GPU"),
+        ({"SGLANG_ENABLE_METADATA_GLUE_GRAPH": "1"}, "an NVIDIA GPU", "METADATA_GLUE_GRAPH=1"),
+        ({}, "an AMD GPU", "accepted: an NVIDIA GPU"),
+    ],
+    ids=["not-said", "glue", "amd"],
+)
+def test_other_gpu_hosts_are_one_line(monkeypatch, environment, gpu, says):
+    """Catches an opt-in that means more than it says."""
+    with pytest.raises(ConfigError, match=says):
+        on_gpu(monkeypatch, environment=environment, gpu=gpu)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"layer_types": ["sliding_attention", "full_attention"] * 4}, "sliding window"),
+        ({"kv_lora_rank": 512}, "latent attention"),
+    ],
+    ids=["windows", "mla"],
+)
+def test_caches_that_were_not_read_for_gpus(monkeypatch, tmp_path, changes, says):
+    """Catches a mask of the whole prefix laid over a window of it."""
+    monkeypatch.setattr(requested, "find_gpu", lambda: "an NVIDIA GPU")
+    monkeypatch.setattr(requested, "check_gpu", lambda *args: None)
+    config = json.loads((build("tiny-llama") / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(ValueError, match=says):
+        resolve(model=tmp_path)
+
+
+def test_the_interpreter_runs_what_gpus_run(monkeypatch):
+    """Catches the code for GPUs that cannot be tried without one."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert resolve("--attention-backend", "triton").attention_backend == "triton"
+    monkeypatch.delenv("TRITON_INTERPRET")
+    with pytest.raises(ValueError, match="accepted: torch_native"):
+        resolve("--attention-backend", "triton")

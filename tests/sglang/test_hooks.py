@@ -7,7 +7,7 @@ from collections import defaultdict
 import pytest
 from sglang.srt.plugins.hook_registry import HookRegistry
 
-from speculators_ext.engines.sglang import algorithm, hooks, plugin
+from speculators_ext.engines.sglang import algorithm, gpus, hooks, plugin
 from speculators_ext.engines.source_probe import Expectation
 
 
@@ -48,8 +48,24 @@ def test_registering_never_raises(monkeypatch, caplog):
 
 def test_a_gpu_host_has_our_flag_and_no_hook_more(monkeypatch):
     """Catches hooks that act on plain decoding: a GPU host must not even have them."""
+    install_on_gpu(monkeypatch)
+    assert list(HookRegistry._hooks) == ["sglang.srt.server_args.ServerArgs.add_cli_args"]
+
+
+def install_on_gpu(monkeypatch):
     monkeypatch.setattr(hooks, "find_gpu", lambda: "an NVIDIA GPU")
     monkeypatch.setattr(algorithm, "register_algorithms", lambda: None)
     monkeypatch.setattr(HookRegistry, "_hooks", defaultdict(list))
     hooks.install()
-    assert list(HookRegistry._hooks) == ["sglang.srt.server_args.ServerArgs.add_cli_args"]
+
+
+def test_a_gpu_host_that_was_opted_in_samples_and_captures_as_we_do(monkeypatch):
+    """Catches drafts accepted by SGLang's own sampling, or the CPU's stand-ins on a GPU."""
+    monkeypatch.setenv(gpus.OPT_IN, "1")
+    install_on_gpu(monkeypatch)
+    names = [target.rpartition(".")[2] for target in HookRegistry._hooks]
+    assert names == [
+        "add_cli_args", "get_req_to_token_extra_context_len", "eagle_sample",
+        "verify_tree_greedy_func", "_verify_uses_greedy", "get_spec_info",
+        "create_dummy_verify_input",
+    ]  # fmt: skip
