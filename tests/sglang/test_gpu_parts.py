@@ -13,6 +13,7 @@ from sglang.kernels.ops.speculative.spec_tree import verify_tree_greedy_triton
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.attention.verify_mask import VerifyMask
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
+from sglang.srt.plugins import load_plugins
 from sglang.srt.speculative.eagle_utils import TreeMaskMode
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
@@ -30,6 +31,8 @@ from speculators_ext.engines.sglang.trees import tree_verify_input
 from speculators_ext.engines.sglang.verify_shape import VerifyShape, verify_shape
 from speculators_ext.proposers.eagle2 import Level
 from speculators_ext.tree import DraftTree
+
+load_plugins()  # our algorithms by name
 
 LAYER = SimpleNamespace(
     layer_id=0, scaling=0.3, tp_q_head_num=4, tp_k_head_num=2, tp_v_head_num=2, qk_head_dim=32,
