@@ -110,9 +110,10 @@ METHODS.add(
         config_model=ReasoningStepConfig,
         rides="draft_model",
         lossless=False,
-        summary="a small model writes whole reasoning steps, which the target judges",
-        needs="a smaller model with the target's tokenizer (vLLM does without: the target writes "
-        "with layers skipped), and your word that lossy is fine",
+        summary="a small model, or the target with layers skipped, writes whole reasoning steps, "
+        "which the target judges",
+        needs="a smaller model with the target's tokenizer (optional on vLLM), and your word that "
+        "lossy is fine",
         drafts_alone=False,
         model_optional=True,
     ),
