@@ -273,11 +273,13 @@ def test_some_kinds_of_request_are_always_exact(
     assert added["judged"] == 0
 
 
-@servers("logprob")
+@servers("logprob", "score")
 def test_a_logprob_is_the_targets(
     engines: Any, server: str, prompts: list[str], tokenizer: Any
 ) -> None:
-    """An accepted token's log-probability is what the target gives it."""
+    """An accepted token's log-probability is what the target gives it. Catches a suffix that is
+    left over an accepted step's last token.
+    """
     engine = ours(engines, server)
     [got] = engine.generate(prompts[:1], params(ALWAYS), return_logprob=True, logprob_start_len=-1)
     shown = got["meta_info"]["output_token_logprobs"]
