@@ -8,6 +8,10 @@ forwards and seconds (processor time of the engines' thread). A threshold is a r
 engine a judge serves all of them.
 
     python benchmarks/reasoning_step.py --json r.json --png r.png
+
+The default thresholds were chosen by `reasoning_step_calibration.py` on other problems:
+
+    python benchmarks/reasoning_step.py --calibrate 800
 """
 
 from __future__ import annotations
@@ -18,16 +22,21 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path  # noqa: TC003 - typer reads the annotation
 from statistics import median
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from reasoning_step_calibration import GRIDS, SEED, calibration_problems, most_lenient
+from reasoning_step_show import draw, table_of
 from rich.console import Console
-from rich.table import Table
 
 from speculators_ext.assets import build
 from speculators_ext.assets.steps_world import JUDGE_SUFFIX, Problem, check
 from speculators_ext.assets.tiny_steps import DRAFT, TARGET, load_problems
 from speculators_ext.method_configs import JUDGE_SUFFIX as DEFAULT_SUFFIX
+from speculators_ext.method_configs import ReasoningStepConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 console = Console()
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine's thread is ours to time
@@ -37,8 +46,8 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 MAX_TOKENS = 160
 LONGEST_STEP = 32
 THRESHOLDS = {
-    "logprob": (-1.0, -2.5, -4.0, -6.0, -9.0, -20.0),
-    "score": (8.9, 8.0, 7.0, 5.0, 3.0, 0.0),
+    "logprob": (-1.0, -1.5, -2.0, -2.5, -4.0, -6.0, -9.0, -20.0),
+    "score": (8.9, 8.85, 8.8, 8.75, 8.7, 8.6, 8.5, 8.0, 7.0, 5.0, 1.0, 0.0),
 }
 PLAIN, SMALL = "plain target", "plain draft"
 
@@ -207,58 +216,37 @@ def judge_costs(problems: list[Problem], dtype: str) -> list[dict[str, Any]]:
     return found
 
 
-def show(rows: dict[str, dict[str, Any]], title: str) -> None:
-    """The table, on the terminal."""
-    table = Table(title=title)
-    columns = "variant;right;sound steps;target forwards a token;tok/s;speed-up;accepted;as plain"
-    for column in columns.split(";"):
-        table.add_column(column)
-    for name, row in rows.items():
-        share = row["steps_accepted"]
-        table.add_row(
-            name,
-            f"{row['accuracy']:.3f}",
-            f"{row['sound_steps']:.3f}",
-            f"{row['forwards_per_token']:.3f}",
-            f"{row['tokens_per_second']:.0f}",
-            f"{row['speedup']:.2f}x",
-            "" if share is None else f"{share:.2f}",
-            f"{row['identical']}/{row['problems']}",
-        )
-    console.print(table)
+def write(found: dict[str, Any], path: Path | None) -> None:
+    """What was found and by which versions, as JSON."""
+    import torch
+    import vllm
+
+    if path is not None:
+        versions = {"vllm": vllm.__version__, "torch": torch.__version__}
+        path.write_text(json.dumps(found | versions, indent=2) + "\n", encoding="utf-8")
 
 
-def draw(rows: dict[str, dict[str, Any]], path: Path, title: str) -> None:
-    """Right answers over target forwards a token, and over speed."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+def calibrate(count: int, tokens: int, dtype: str) -> dict[str, Any]:
+    """Accuracies on other problems than the curve's, and the thresholds chosen by them."""
+    problems = calibration_problems(count, load_problems(build(TARGET)))
+    engines = {PLAIN: Engine(TARGET, None, dtype)}
+    plan: Plan = [(PLAIN, PLAIN, None)]
+    for judge, grid in GRIDS.items():
+        engines[judge] = Engine(TARGET, step_config(judge, tokens), dtype)
+        plan += at_thresholds(judge, grid)
+    tallies = answer_all(plan, engines, problems)
+    accuracy = {name: tally.right / count for name, tally in tallies.items()}
+    chosen = {}
+    for judge, grid in GRIDS.items():
+        found = {value: accuracy[f"{judge} {value:g}"] for value in grid}
+        chosen[judge] = most_lenient(found, accuracy[PLAIN])
+    console.print(accuracy, chosen)
+    return {"problems": count, "seed": SEED, "accuracy": accuracy, "chosen": chosen}
 
-    figure = Figure(figsize=(11, 4.6), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
-    curves = {judge: [n for n in rows if n.startswith(f"{judge} ")] for judge in THRESHOLDS}
-    others = [n for n in rows if not any(n in names for names in curves.values())]
-    for axes, key, label in zip(
-        figure.subplots(1, 2),
-        ("forwards_per_token", "speedup"),
-        ("target forwards a token", "tokens a second, plain target = 1"),
-        strict=True,
-    ):
-        for judge, colour in zip(curves, ("#0072b2", "#e69f00"), strict=True):
-            names = curves[judge]
-            x, y = [rows[n][key] for n in names], [rows[n]["accuracy"] for n in names]
-            axes.plot(x, y, "o-", color=colour, label=f"reasoning_step, {judge}")
-            for name, at in zip(names, zip(x, y, strict=True), strict=True):
-                axes.annotate(name.split()[1], at, fontsize=7, xytext=(3, 3),
-                              textcoords="offset points")  # fmt: skip
-        for name, marker in zip(others, "s^DvPX*", strict=False):
-            axes.plot([rows[name][key]], [rows[name]["accuracy"]], marker, label=name)
-        axes.set_xlabel(label)
-        axes.set_ylabel("right answers")
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(color="#dddddd", linewidth=0.8)
-    figure.axes[0].legend(frameon=False, fontsize=8)
-    figure.suptitle(title, fontsize=12, fontweight="bold")
-    figure.savefig(path, format="png")
+
+def at_thresholds(judge: str, values: Iterable[float]) -> Plan:
+    """Variants of a judge's engine."""
+    return [(f"{judge} {v:g}", judge, {"speculators_ext_threshold": v}) for v in values]
 
 
 def main(
@@ -267,6 +255,10 @@ def main(
     tokens: Annotated[int, typer.Option(help="Longest step.")] = LONGEST_STEP,
     token_level: Annotated[str, typer.Option(help="Drafts of token-level speculation.")] = "3,5,8",
     dtype: Annotated[str, typer.Option()] = "float32",
+    calibration: Annotated[
+        int | None,
+        typer.Option("--calibrate", help="Only choose thresholds, on so many other problems."),
+    ] = None,
     json_path: Annotated[Path | None, typer.Option("--json")] = None,
     png_path: Annotated[Path | None, typer.Option("--png")] = None,
 ) -> None:
@@ -274,8 +266,12 @@ def main(
     import torch
 
     torch.set_num_threads(1)
+    if calibration is not None:
+        found = calibrate(calibration, tokens, dtype) | {"dtype": dtype, "longest_step": tokens}
+        write(found, json_path)
+        return
     engines = {PLAIN: Engine(TARGET, None, dtype), SMALL: Engine(DRAFT, None, dtype)}
-    plan: list[tuple[str, str, dict[str, Any] | None]] = [(n, n, None) for n in (PLAIN, SMALL)]
+    plan: Plan = [(n, n, None) for n in (PLAIN, SMALL)]
     for count in token_level.split(","):
         name = f"token-level {count}"
         engines[name] = Engine(TARGET, token_config(int(count)), dtype)
@@ -284,33 +280,28 @@ def main(
     plan.append(("exact", "exact", None))
     for judge, thresholds in THRESHOLDS.items():
         engines[judge] = Engine(TARGET, step_config(judge, tokens), dtype)
-        plan += [
-            (f"{judge} {value:g}", judge, {"speculators_ext_threshold": value})
-            for value in thresholds
-        ]
+        plan += at_thresholds(judge, thresholds)
     problems = load_problems(build(TARGET))[:num_problems]
     tallies = answer_all(plan, engines, problems)
     time_turns(plan, engines, problems[:num_timed], tallies)
-    rows = {name: tally.row(tallies[PLAIN]) for name, tally in tallies.items()}
+    defaults = {f"{j} {ReasoningStepConfig(lossy=True, judge=j).passes_from:g}" for j in THRESHOLDS}
+    rows = {
+        name: tally.row(tallies[PLAIN]) | {"default": name in defaults}
+        for name, tally in tallies.items()
+    }
     title = (
         f"{TARGET} and {DRAFT}, {num_problems} held-out problems; timed: {num_timed}, 1 request, "
         f"{dtype}"
     )
-    show(rows, title)
+    console.print(table_of(rows, title))
     costs = judge_costs(problems[:num_timed], dtype)
-    if json_path is not None:
-        import vllm
-
-        settings = {
-            "problems": num_problems, "timed": num_timed, "requests": 1,
-            "longest_step": tokens, "dtype": dtype,
-            "seconds": "processor time of the engine's thread", "vllm": vllm.__version__,
-            "torch": torch.__version__,
-        }  # fmt: skip
-        found = {"settings": settings, "rows": rows, "judge_costs": costs}
-        json_path.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    settings = {
+        "problems": num_problems, "timed": num_timed, "requests": 1, "longest_step": tokens,
+        "dtype": dtype, "seconds": "processor time of the engine's thread",
+    }  # fmt: skip
+    write({"settings": settings, "rows": rows, "judge_costs": costs}, json_path)
     if png_path is not None:
-        draw(rows, png_path, title)
+        draw(rows, THRESHOLDS, png_path, title)
 
 
 if __name__ == "__main__":

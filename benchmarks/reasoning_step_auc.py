@@ -6,6 +6,8 @@ number changed, two content words swapped for words of other answers, or the ste
 in its place. An area of 0.5 is chance, 1 is no mistake.
 
     python benchmarks/reasoning_step_auc.py --json auc.json
+
+Beside the areas it says how many steps pass at each judge's default threshold and around it.
 """
 
 from __future__ import annotations
@@ -52,6 +54,7 @@ TOPICS = (
     "how to prepare for an exam in 10 days",
 )
 KINDS = ("number", "words", "other step")
+THRESHOLDS = {"logprob": (-1.0, -2.0, -2.5, -3.0, -4.0, -6.0, -9.0), "score": (8.0, 7.0, 6.0, 5.0)}
 
 
 def questions(count: int) -> list[str]:
@@ -130,6 +133,11 @@ def area(sound: list[float], spoiled: list[float]) -> float:
     return float(((s > w).float() + 0.5 * (s == w).float()).mean())
 
 
+def passing(values: list[float], thresholds: tuple[float, ...]) -> dict[str, float]:
+    """The share of steps that passes, by threshold."""
+    return {f"{t:g}": sum(v >= t for v in values) / len(values) for t in thresholds}
+
+
 def main(
     num_questions: Annotated[int, typer.Option()] = len(TOPICS),
     max_new: Annotated[int, typer.Option(help="Tokens of an answer.")] = 160,
@@ -164,19 +172,24 @@ def main(
         | {"all": area(values, [v for k in KINDS for v in spoiled[k].get(name, ())])}
         for name, values in sound.items()
     }
+    passes = {
+        judge: {"sound": passing(sound[judge], thresholds)}
+        | {kind: passing(spoiled[kind][judge], thresholds) for kind in KINDS}
+        for judge, thresholds in THRESHOLDS.items()
+    }
     counts = {"sound": len(sound["score"])} | {k: len(spoiled[k].get("score", ())) for k in KINDS}
     table = Table(title=f"{MODEL}: area under the curve; steps {counts}")
     for column in ("judge", *KINDS, "all"):
         table.add_column(column)
     for name, found in areas.items():
         table.add_row(name, *(f"{found[c]:.3f}" if c in found else "" for c in (*KINDS, "all")))
-    console.print(table)
+    console.print(table, passes)
     if json_path is not None:
         settings = {
             "model": MODEL, "questions": len(made), "max_new": max_new, "suffix": suffix,
             "torch": torch.__version__, "processor_seconds": time.process_time() - started,
         }  # fmt: skip
-        result = {"settings": settings, "steps": counts, "areas": areas}
+        result = {"settings": settings, "steps": counts, "areas": areas, "passes": passes}
         json_path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
 

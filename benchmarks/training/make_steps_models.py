@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from steps_models import CONFIGS
+from train_steps import UPDATES
 
 from speculators_ext.assets.steps_world import draw_problem
 
@@ -45,9 +45,9 @@ def problem_lines() -> str:
 def main(folder: Annotated[Path, typer.Argument(help="where everything goes")]) -> None:
     """Train both."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name in CONFIGS:
-        script = HERE / "train_steps.py"
-        command = [sys.executable, str(script), name, str(folder)]
+    stages = [["train_steps.py", name] for name in UPDATES] + [["grade_steps.py"]]
+    for script, *names in stages:
+        command = [sys.executable, str(HERE / script), *names, str(folder)]
         subprocess.run(command, check=True, env=os.environ | SETTINGS)
     (folder / "problems.jsonl").write_text(problem_lines())
 

@@ -1,8 +1,7 @@
 """Training text of the two reasoning models: solutions as token ids with a weight a token.
 
-The target's text has faults and grades: some steps are wrong, and after a step there may be the
-judging suffix with a digit, 9 for a sound step and 0 for a wrong one. Wrong steps and the suffix
-weigh nothing, so that the model learns to give the digit but not to write faults or suffixes.
+Text to learn grading from has faults: some lines are wrong. These weigh nothing, so that a model
+learns to recognise them and not to write them; so do lines that the small model has written.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import random
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
@@ -23,6 +22,7 @@ from speculators_ext.assets.steps_world import (
     Operation,
     Problem,
     draw_problem,
+    is_sound,
     write_step,
 )
 
@@ -33,7 +33,7 @@ VOCAB_SIZE = 384
 PAD, BOS, EOS = "<pad>", "<s>", "</s>"
 _WORDS = r" ?[A-Za-z]+| [+-][0-9]| ?[0-9]|\n| ?[^A-Za-z0-9\s]|\s"
 OPERATIONS = (4, 5, 6, 7, 8)
-FAULTS, GRADED = 0.15, 0.25
+CORPUS_FAULTS, CORPUS_GRADED = 0.15, 0.25  # shares of lines, in the tokenizer's text
 
 # Both write all wordings; what each writes most differs in the opening and in the order of the
 # numbers, and agrees in the rest.
@@ -41,11 +41,41 @@ TARGET = Habits((0.5, 0.25, 0.25), (0.5, 0.2, 0.3), (0.5, 0.25, 0.25), (0.7, 0.3
 DRAFT = Habits((0.15, 0.7, 0.15), (0.1, 0.1, 0.8), (0.8, 0.1, 0.1), (0.9, 0.1))
 
 
-class Piece(NamedTuple):
-    """A stretch of text and whether it is trained on."""
+class Line(NamedTuple):
+    """A line of a solution: what it says, whether it is sound, and, of a wrong one whose fault is
+    known, the sound line in the same wording.
+    """
 
     text: str
-    weight: float
+    sound: bool
+    right: str | None = None
+
+
+class Row(NamedTuple):
+    """A prompt, the lines behind it, and whether sound lines are learned or only graded."""
+
+    prompt: str
+    lines: list[Line]
+    learned: bool = True
+
+
+class Batch(NamedTuple):
+    """Solutions with the same number of lines, G.
+
+    Attributes:
+        tokens: int64 [B, T], padded.
+        weights: of predicting each, fp32 [B, T].
+        ends: where each line ends, int64 [B, G].
+        sound: whether it is sound, bool [B, G].
+        wrong: of digits, 1 for the first fault of a line and 0 in front of it; -1 where nothing
+            can be said, int64 [B, T].
+    """
+
+    tokens: Tensor
+    weights: Tensor
+    ends: Tensor
+    sound: Tensor
+    wrong: Tensor
 
 
 def train_tokenizer() -> PreTrainedTokenizerFast:
@@ -57,7 +87,7 @@ def train_tokenizer() -> PreTrainedTokenizerFast:
     for count in (3, 9):
         for _ in range(200):
             problem = draw_problem(rng, count, held_out=False)
-            lines.append("".join(piece.text for piece in solution(rng, problem, TARGET, True)))
+            lines.append(_graded_text(rng, problem))
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -73,6 +103,10 @@ def train_tokenizer() -> PreTrainedTokenizerFast:
         show_progress=False,
     )
     tokenizer.train_from_iterator(lines, trainer)
+    # Rows begin with it, so prompts must: without it both models err in their first steps.
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", special_tokens=[(BOS, tokenizer.token_to_id(BOS))]
+    )
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token=PAD,
@@ -81,35 +115,57 @@ def train_tokenizer() -> PreTrainedTokenizerFast:
         clean_up_tokenization_spaces=False,
     )
     fast.chat_template = (
+        "{{ bos_token }}"
         "{% for message in messages %}{{ message['content'].strip() + '\\n' }}{% endfor %}"
     )
     return fast
 
 
-def solution(rng: random.Random, problem: Problem, habits: Habits, graded: bool) -> Iterator[Piece]:
-    """Prompt, steps and answer; with ``graded`` also faults and grades."""
-    yield Piece(problem.text, 0.0)
+def _graded_text(rng: random.Random, problem: Problem) -> str:
+    """A solution in which some lines are graded, for the tokenizer."""
+    text = problem.text
+    for line in solution(rng, problem, TARGET, CORPUS_FAULTS):
+        text += line.text
+        asked = not line.text.startswith("answer")
+        if asked and (not line.sound or rng.random() < CORPUS_GRADED):
+            text += f"{JUDGE_SUFFIX} {9 if line.sound else 0}\n"
+    return text
+
+
+def solution(
+    rng: random.Random,
+    problem: Problem,
+    habits: Habits,
+    faults: float = 0.0,
+    answer_faults: float = 0.0,
+) -> Iterator[Line]:
+    """Steps and answer; a share of both is wrong, and later steps go on from a wrong number."""
     value = problem.start
     for label, operation in zip(LABELS, problem.operations, strict=False):
-        fault = graded and rng.random() < FAULTS
-        word, x, y, z = operation.word, value, operation.operand, operation.apply(value)
+        fault = bool(faults) and rng.random() < faults
+        said = operation.word, value, operation.operand, operation.apply(value)
+        shown = _spoil(rng, *said) if fault else said
+        before = rng.getstate()
+        text = write_step(rng, habits, label, *shown)
+        right = None
         if fault:
-            word, x, y, z = _spoil(rng, word, x, y, z)
-        yield Piece(write_step(rng, habits, label, word, x, y, z), 0.0 if fault else 1.0)
-        if fault or (graded and rng.random() < GRADED):
-            yield Piece(JUDGE_SUFFIX, 0.0)
-            yield Piece(" 0" if fault else " 9", 1.0)
-            yield Piece("\n", 0.0)
-        value = z
-    yield Piece(f"answer {value:02d}\n", 1.0)
+            after = rng.getstate()
+            rng.setstate(before)
+            right = write_step(rng, habits, label, *said)
+            rng.setstate(after)
+        yield Line(text, not fault, right)
+        value = shown[-1]
+    right = f"answer {value:02d}\n"
+    fault = bool(answer_faults) and rng.random() < answer_faults
+    shown = f"answer {_shift(rng, value):02d}\n" if fault else right
+    yield Line(shown, not fault, right if fault else None)
 
 
 def _spoil(rng: random.Random, word: str, x: int, y: int, z: int) -> tuple[str, int, int, int]:
     """A step that is wrong in the result, in an operand, or in what it does."""
     kind = rng.random()
     if kind < 0.6:
-        shift = rng.choice((1, -1, 10, -10, rng.randrange(1, MODULUS)))
-        return word, x, y, (z + shift) % MODULUS
+        return word, x, y, _shift(rng, z)
     if kind < 0.8:
         wrong = y % 9 + 1
         return word, x, wrong, Operation(word, wrong).apply(x)
@@ -120,15 +176,33 @@ def _spoil(rng: random.Random, word: str, x: int, y: int, z: int) -> tuple[str, 
     return other, x, y, Operation(other, y).apply(x)
 
 
+def _shift(rng: random.Random, number: int) -> int:
+    """Another number, mostly a near one."""
+    shift = rng.choice((1, -1, 10, -10, rng.randrange(1, MODULUS)))
+    return (number + shift) % MODULUS
+
+
+def read_lines(problem: Problem, text: str) -> list[Line] | None:
+    """Lines of a solution that someone else has written, or None where they are too few or many."""
+    lines: list[Line] = []
+    before = ""
+    for line in text.splitlines(keepends=True):
+        lines.append(Line(line, is_sound(problem, before, line)))
+        before += line
+    return lines if len(lines) == len(problem.operations) + 1 else None
+
+
 class Batches:
     """Endless batches of solutions, all of one batch with the same number of operations.
 
     Args:
         tokenizer: of both models.
         habits: the writer's.
-        graded: see `solution`.
         size: solutions in a batch.
         seed: of the problems and wordings.
+        faults: see `solution`.
+        drafted: rows that the small model has written, by their number of operations; half of each
+            batch is taken from them.
         held_out: whether problems come from the part kept out of training.
     """
 
@@ -136,44 +210,74 @@ class Batches:
         self,
         tokenizer: PreTrainedTokenizerFast,
         habits: Habits,
-        graded: bool,
         size: int,
         seed: int,
         *,
+        faults: float = 0.0,
+        drafted: dict[int, list[Row]] | None = None,
         held_out: bool = False,
     ) -> None:
-        self._tokenizer, self._habits = tokenizer, habits
-        self._graded, self._size = graded, size
+        self._tokenizer, self._habits, self._size = tokenizer, habits, size
         self._rng = random.Random(seed)
-        self._held_out = held_out
+        self._faults, self._drafted, self._held_out = faults, drafted, held_out
+        self._digits = digits_of(tokenizer)
 
-    def draw(self) -> tuple[Tensor, Tensor]:
-        """Ids int64 [B, T], padded, and the weight of predicting each, fp32 [B, T]."""
+    def draw(self) -> Batch:
+        """The next batch."""
         count = self._rng.choice(OPERATIONS)
+        taken = self._size // 2 if self._drafted else 0
         problems = [
-            draw_problem(self._rng, count, held_out=self._held_out) for _ in range(self._size)
+            draw_problem(self._rng, count, held_out=self._held_out)
+            for _ in range(self._size - taken)
         ]
-        texts = [list(solution(self._rng, p, self._habits, self._graded)) for p in problems]
-        rows = self._encode(texts)
-        length = max(len(ids) for ids, _ in rows)
-        tokens = torch.full((self._size, length), self._tokenizer.pad_token_id)
-        weights = torch.zeros(self._size, length)
-        for row, (ids, own) in enumerate(rows):
-            tokens[row, : len(ids)] = torch.tensor(ids)
-            weights[row, : len(ids)] = torch.tensor(own)
-        return tokens, weights
+        rows = [
+            Row(p.text, list(solution(self._rng, p, self._habits, self._faults, self._faults / 2)))
+            for p in problems
+        ]
+        if self._drafted:
+            rows += self._rng.sample(self._drafted[count], taken)
+        return self.encode(rows)
 
-    def _encode(self, texts: list[list[Piece]]) -> list[tuple[list[int], list[float]]]:
-        pieces = [piece for text in texts for piece in text]
-        encoded = iter(
-            self._tokenizer([p.text for p in pieces], add_special_tokens=False)["input_ids"]
+    def encode(self, rows: list[Row]) -> Batch:
+        """Rows with the same number of lines as a batch."""
+        encoded = [self._encode(row) for row in rows]
+        length = max(len(tokens) for tokens, *_ in encoded)
+        padding = (self._tokenizer.pad_token_id, 0.0, -1)
+        tokens, weights, wrong = (
+            torch.tensor([row[at] + [fill] * (length - len(row[at])) for row in encoded])
+            for at, fill in enumerate(padding)
         )
-        rows = []
-        for text in texts:
-            ids, weights = [self._tokenizer.bos_token_id], [0.0]
-            for piece in text:
-                part = next(encoded)
-                ids += part
-                weights += [piece.weight] * len(part)
-            rows.append(([*ids, self._tokenizer.eos_token_id], [*weights, 1.0]))
-        return rows
+        ends = torch.tensor([row[3] for row in encoded])
+        sound = torch.tensor([[line.sound for line in row.lines] for row in rows])
+        return Batch(tokens, weights, ends, sound, wrong)
+
+    def _encode(self, row: Row) -> tuple[list[int], list[float], list[int], list[int]]:
+        texts = [row.prompt, *(line.text for line in row.lines)]
+        prompt, *parts = self._tokenizer(texts, add_special_tokens=False)["input_ids"]
+        ids = [self._tokenizer.bos_token_id, *prompt]
+        weights, wrong, ends = [0.0] * len(ids), [-1] * len(ids), []
+        for line, part in zip(row.lines, parts, strict=True):
+            ids += part
+            weights += [float(row.learned and line.sound)] * len(part)
+            wrong += self._faults_in(line, part) if row.learned else [-1] * len(part)
+            ends.append(len(ids) - 1)
+        ids.append(self._tokenizer.eos_token_id)
+        return ids, [*weights, float(row.learned)], [*wrong, -1], ends
+
+    def _faults_in(self, line: Line, ids: list[int]) -> list[int]:
+        found = [0 if token in self._digits else -1 for token in ids]
+        if line.right is not None:
+            right = self._tokenizer(line.right, add_special_tokens=False)["input_ids"]
+            first = next(
+                at for at, pair in enumerate(zip(ids, right, strict=False)) if len(set(pair)) > 1
+            )
+            found[first:] = [1 if ids[first] in self._digits else -1] + [-1] * (
+                len(ids) - first - 1
+            )
+        return found
+
+
+def digits_of(tokenizer: PreTrainedTokenizerFast) -> set[int]:
+    """Ids of all digits, with a space before them and without."""
+    texts = [f"{space}{digit}" for space in ("", " ") for digit in range(10)]
+    return {ids[0] for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]}

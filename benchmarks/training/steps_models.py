@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from mtp_layers import FeedForward, causal_attention, rotate_halves
+from mtp_layers import FeedForward
 from safetensors.torch import load_file, save_file
 from steps_data import VOCAB_SIZE
 from torch import Tensor, nn
@@ -55,10 +54,46 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "head_dim": 32,
     },
 }
+SOLVER = "steps-solver"
+"""The target's lower half, which solves problems and cannot grade."""
+CONFIGS[SOLVER] = CONFIGS["steps-target-tiny"] | {"num_hidden_layers": 5}
+
+
+class Layout(NamedTuple):
+    """Where each token stands, int64 [B, L], and what it may not see: -inf there, else 0,
+    fp32 [B, L, L]; B can be 1.
+    """
+
+    positions: Tensor
+    hidden: Tensor
+
+
+def chain(length: int) -> Layout:
+    """A plain text."""
+    hidden = torch.full((1, length, length), -torch.inf).triu(1)
+    return Layout(torch.arange(length)[None], hidden)
+
+
+def branched(length: int, ends: Tensor) -> Layout:
+    """A text of ``length`` tokens, and a token more behind each of ``ends`` int64 [B, G] that sees
+    the text up to there and itself, as the judging suffix does when a model is served.
+    """
+    batch, branches = ends.shape
+    text = torch.arange(length).expand(batch, length)
+    last = torch.cat([text, ends], dim=1)
+    of_text = torch.arange(length) <= last[:, :, None]
+    own = torch.eye(length + branches, dtype=torch.bool)[:, length:].expand(batch, -1, -1)
+    seen = torch.cat([of_text, own], dim=2)
+    return Layout(
+        torch.cat([text, ends + 1], dim=1), torch.zeros(seen.shape).masked_fill(~seen, -torch.inf)
+    )
 
 
 class Attention(nn.Module):
-    """Causal multi-head attention with rotated halves."""
+    """Multi-head attention with rotated halves.
+
+    At a hundred positions three plain operations take half of the fused one's time.
+    """
 
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__()
@@ -72,17 +107,30 @@ class Attention(nn.Module):
         frequencies = theta ** -(torch.arange(0, self.dim, 2) / self.dim)
         self.register_buffer("frequencies", frequencies, persistent=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[B, T, H] -> [B, T, H]."""
+    def forward(self, x: Tensor, layout: Layout) -> Tensor:
+        """[B, L, H] -> [B, L, H]."""
         batch, length, hidden = x.shape
-        angles = torch.outer(torch.arange(length), self.frequencies)
+        angles = (layout.positions[..., None] * self.frequencies)[:, :, None]
+        cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
         q, k, v = (
             p(x).view(batch, length, self.heads, -1)
             for p in (self.q_proj, self.k_proj, self.v_proj)
         )
-        q, k = rotate_halves(q, angles), rotate_halves(k, angles)
-        mixed = causal_attention(q, k, v, 1 / math.sqrt(self.dim))
+        q, k, v = (
+            part.transpose(1, 2).flatten(0, 1)
+            for part in (_rotate(q, cos, sin), _rotate(k, cos, sin), v)
+        )
+        unseen = layout.hidden.to(q.dtype)[:, None].expand(batch, self.heads, -1, -1)
+        scores = torch.baddbmm(
+            unseen.flatten(0, 1), q, k.transpose(1, 2), alpha=1 / math.sqrt(self.dim)
+        )
+        mixed = torch.bmm(scores.softmax(-1), v).unflatten(0, (batch, -1)).transpose(1, 2)
         return self.o_proj(mixed.reshape(batch, length, hidden))
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    low, high = x.chunk(2, dim=-1)
+    return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1).to(x.dtype)
 
 
 class Block(nn.Module):
@@ -96,9 +144,9 @@ class Block(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(hidden, eps=eps)
         self.mlp = FeedForward(hidden, config["intermediate_size"])
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[B, T, H] -> [B, T, H]."""
-        x = x + self.self_attn(self.input_layernorm(x))
+    def forward(self, x: Tensor, layout: Layout) -> Tensor:
+        """[B, L, H] -> [B, L, H]."""
+        x = x + self.self_attn(self.input_layernorm(x), layout)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -125,23 +173,26 @@ class TinyLlama(nn.Module):
             else:
                 nn.init.normal_(weight, std=scale, generator=generator)
 
-    @torch.no_grad()
-    def grow(self) -> None:
-        """Puts a silent copy behind each layer: the model computes what it did."""
-        grown = []
+    def grow(self, config: dict[str, Any], generator: torch.Generator) -> None:
+        """Puts fresh layers, silent at first, on top until there are as many as configured."""
+        fresh = TinyLlama(config, config["num_hidden_layers"] - len(self.layers))
+        fresh.initialize(generator)
+        self.layers.extend(fresh.layers)
+
+    def states(self, tokens: Tensor, layout: Layout) -> list[Tensor]:
+        """int64 [B, L] -> the residual stream in front of the layers and behind each, [B, L, H]."""
+        found = [self.embed_tokens(tokens)]
         for layer in self.layers:
-            twin = copy.deepcopy(layer)
-            twin.self_attn.o_proj.weight.zero_()
-            twin.mlp.down_proj.weight.zero_()
-            grown += [layer, twin]
-        self.layers = nn.ModuleList(grown)
+            found.append(layer(found[-1], layout))
+        return found
+
+    def logits(self, state: Tensor) -> Tensor:
+        """[B, L, H] -> [B, L, V]."""
+        return self.lm_head(self.norm(state))
 
     def forward(self, tokens: Tensor) -> Tensor:
         """int64 [B, T] -> logits [B, T, V]."""
-        x = self.embed_tokens(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        return self.lm_head(self.norm(x))
+        return self.logits(self.states(tokens, chain(tokens.shape[1]))[-1])
 
 
 def export(

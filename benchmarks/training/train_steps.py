@@ -1,9 +1,9 @@
-"""Trains one of the two reasoning models and exports it.
+"""Trains one of the two reasoning models to solve problems, and exports it.
 
-    python benchmarks/training/train_steps.py steps-target-tiny steps_data
+    python benchmarks/training/train_steps.py steps-draft-tiny steps_data
 
-Weights are fp32, products bf16. Matrices are moved by Muon, the rest by Adam. The target
-starts with half of its layers; the other half joins later, silent at first (see `TinyLlama.grow`).
+The target's lower half is trained here, as a model of its own; `grade_steps.py` puts the upper half
+on it. Weights are fp32, products bf16. Matrices are moved by Muon, the rest by Adam.
 """
 
 from __future__ import annotations
@@ -11,25 +11,27 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path  # noqa: TC003 - typer reads the annotation
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import torch
 import typer
 from rich.console import Console
 from steps_data import DRAFT, TARGET, Batches, train_tokenizer
-from steps_models import CONFIGS, TinyLlama, export
+from steps_models import CONFIGS, SOLVER, TinyLlama, export
 from torch import Tensor
 from torch.nn import functional as F
 
 from speculators_ext.assets.steps_world import LINKS
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
 SEED = 6
 SIZE = 32
 ADAM_RATES = {"embed_tokens": 0.03, "lm_head": 0.004, "norm": 0.01}
-MUON_RATES = {"steps-target-tiny": 0.008, "steps-draft-tiny": 0.01}
+MUON_RATES = {SOLVER: 0.008, "steps-draft-tiny": 0.01}
 WARMUP, DECAY = 30, 0.6  # updates, share of the run
-GROWTH = 0.65  # share of the run after which the target gets the second half of its layers
-UPDATES = {"steps-target-tiny": 660, "steps-draft-tiny": 600}
+UPDATES = {SOLVER: 600, "steps-draft-tiny": 600}
 console = Console()
 
 
@@ -47,7 +49,7 @@ def right_results(model: TinyLlama, batches: Batches, links: Tensor) -> float:
     """Share of results whose two digits are both the model's first choice, given what precedes."""
     right = total = 0
     for _ in range(4):
-        tokens, weights = batches.draw()
+        tokens, weights = batches.draw()[:2]
         with torch.autocast("cpu", torch.bfloat16):
             chosen = model(tokens[:, :-1]).argmax(-1)
         hit = chosen == tokens[:, 1:]
@@ -72,13 +74,28 @@ def optimizers(model: TinyLlama, muon_rate: float) -> list[torch.optim.Optimizer
     ]
 
 
-def rate(step: int, steps: int) -> float:
-    """Warm-up, a level stretch, and a straight line to zero."""
-    return min((step + 1) / WARMUP, (steps - step) / (steps * DECAY), 1.0)
+def rate(step: int, steps: int, decay: float) -> float:
+    """Warm-up, a level stretch, and a straight line to zero over a share ``decay`` of the run."""
+    return min((step + 1) / WARMUP, (steps - step) / (steps * decay), 1.0)
+
+
+def move(optimizers: list[torch.optim.Optimizer], share: float) -> None:
+    """A step with a share of the first rates."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = group.setdefault("first_lr", group["lr"]) * share
+        optimizer.step()
+
+
+def link_ids(tokenizer: PreTrainedTokenizerFast) -> Tensor:
+    """Ids of the words in front of a result, int64."""
+    texts = [f" {link}" for link in LINKS]
+    found = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    return torch.tensor([ids[0] for ids in found])
 
 
 def main(
-    name: Annotated[str, typer.Argument(help=f"one of {', '.join(CONFIGS)}")],
+    name: Annotated[str, typer.Argument(help=f"one of {', '.join(UPDATES)}")],
     folder: Annotated[Path, typer.Argument(help="where log and model go")],
     steps: Annotated[int | None, typer.Option(help="updates of 32 solutions")] = None,
 ) -> None:
@@ -86,29 +103,22 @@ def main(
     torch.set_num_threads(1)
     folder.mkdir(parents=True, exist_ok=True)
     steps = steps or UPDATES[name]
-    is_target = name == "steps-target-tiny"
     tokenizer = train_tokenizer()
-    habits = TARGET if is_target else DRAFT
-    batches = Batches(tokenizer, habits, is_target, SIZE, SEED)
-    held_out = Batches(tokenizer, habits, False, SIZE, SEED + 1, held_out=True)
-    links = torch.tensor([tokenizer(f" {link}")["input_ids"][0] for link in LINKS])
-    model = TinyLlama(CONFIGS[name], CONFIGS[name]["num_hidden_layers"] // (2 if is_target else 1))
+    habits = TARGET if name == SOLVER else DRAFT
+    batches = Batches(tokenizer, habits, SIZE, SEED)
+    held_out = Batches(tokenizer, habits, SIZE, SEED + 1, held_out=True)
+    links = link_ids(tokenizer)
+    model = TinyLlama(CONFIGS[name])
     model.initialize(torch.Generator().manual_seed(SEED))
     console.print(f"{name}: {sum(p.numel() for p in model.parameters())} weights")
     chosen = optimizers(model, MUON_RATES[name])
     log = (folder / f"{name}.jsonl").open("w")
     started = time.process_time()
     for step in range(steps):
-        if is_target and step == int(steps * GROWTH):
-            model.grow()
-            chosen = optimizers(model, MUON_RATES[name])
-        loss = loss_of(model, *batches.draw())
+        loss = loss_of(model, *batches.draw()[:2])
         model.zero_grad(set_to_none=True)
         loss.backward()
-        for optimizer in chosen:
-            for group in optimizer.param_groups:
-                group["lr"] = group.setdefault("first_lr", group["lr"]) * rate(step, steps)
-            optimizer.step()
+        move(chosen, rate(step, steps, DECAY))
         if step % 50 == 0 or step + 1 == steps:
             record = {
                 "step": step,

@@ -147,12 +147,18 @@ def check(problem: Problem, text: str) -> Verdict:
 
 
 def is_sound(problem: Problem, before: str, line: str) -> bool:
-    """Whether ``line`` is a sound next step after the lines ``before`` (without the prompt)."""
+    """Whether ``line`` is sound after the lines ``before`` (without the prompt): the next step, or
+    behind the last one the answer.
+    """
     value: int | None = problem.start
     index = -1
     for index, earlier in enumerate(before.splitlines()):
         _, value = _check_step(problem, index, value, earlier)
-    return _check_step(problem, index + 1, value, line.rstrip("\n"))[0]
+    index += 1
+    found = _ANSWER.fullmatch(line.rstrip("\n"))
+    if found is not None:
+        return index == len(problem.operations) and int(found[1]) == value
+    return _check_step(problem, index, value, line.rstrip("\n"))[0]
 
 
 def _check_step(

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 TARGET = "steps-target-tiny"
 DRAFT = "steps-draft-tiny"
 SUMMARIES = {
-    TARGET: "a trained Llama of 2.2M weights that solves sums step by step, bf16, "
+    TARGET: "a trained Llama of 2.2M weights that solves sums step by step and grades steps, bf16, "
     "carried by this package",
     DRAFT: "a trained Llama of 0.1M weights that solves them less well, and words steps "
     "differently, bf16, carried by this package",
@@ -33,15 +33,15 @@ PROBLEMS = "problems.jsonl"
 FOLDER = "tiny_steps"
 # What the cards describe.
 SHARED = {
-    "chat_template.jinja": "9560ddcd3040edb35aa0b8adcedc1a9ba0a5b7b250b09975f4550392a56e9487",
+    "chat_template.jinja": "3c0b9de3573aed7eb5d83a37eb6010427e5d0075a14e300c5006c0e4051ac6fa",
     PROBLEMS: "6905a7b0309e93e9e8c9a8a356f6ace33a7d1ea585f53037d02651712dd3f690",
-    "tokenizer.json": "ea43522dc0cf81cb88d2b124b69ad0da34ee565d744f3f1952377d7e41ba04db",
+    "tokenizer.json": "d92a04c5e27a9c1320ab32580a295ebd8db53624ebde05b3f3e9d5a62ec5a6c6",
     "tokenizer_config.json": "cd288383feff2762059184749d2b66a516d019015bcc0fb7eecad6e77a145e26",
 }
 OWN = {
     TARGET: {
         "config.json": "d39f1affb59e2222a79ba9fe163806b71ec56497eac30e48b09a6a51f5192f2c",
-        "model.safetensors": "caddbbdffd654ac60a348260bfb9c627fda49496deaba4369df66536fe3bb775",
+        "model.safetensors": "5272e8ef117a3867a41506a2bb39f3d3dc83b5ba068da5acff43026f9d366781",
     },
     DRAFT: {
         "config.json": "77ee556b4e79e1917ed0ecdab99576d2abeca9ec65c729e89dc7c2375c946cd2",

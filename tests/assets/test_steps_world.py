@@ -74,6 +74,21 @@ def test_a_step_is_judged_by_what_precedes_it() -> None:
     assert not check(PROBLEM, "").right
 
 
+@pytest.mark.parametrize(
+    ("before", "line", "sound"),
+    [
+        ("then b : 47 plus 8 gives 55\nnow c : 55 less 9 is 46\n", "answer 46\n", True),
+        ("then b : 47 plus 8 gives 55\nnow c : 55 less 9 is 46\n", "answer 45\n", False),
+        ("then b : 47 plus 8 gives 54\nnow c : 54 less 9 is 45\n", "answer 45\n", True),
+        ("then b : 47 plus 8 gives 55\n", "answer 55\n", False),
+    ],
+    ids=["right", "wrong", "of wrong steps", "too early"],
+)
+def test_an_answer_is_judged_by_what_precedes_it(before: str, line: str, sound: bool) -> None:
+    """Catches a target that learns to let every answer pass, or none."""
+    assert is_sound(PROBLEM, before, line) == sound
+
+
 def test_written_steps_are_sound_and_problems_are_read_back() -> None:
     """Catches a writer and a checker that disagree, and prompts that cannot be read."""
     rng = random.Random(0)

@@ -57,13 +57,19 @@ def test_they_share_a_tokenizer_in_which_steps_can_be_judged():
     assert target.decode(target.encode(text, add_special_tokens=False)) == text
 
 
-def test_a_chat_request_is_continued_like_its_prompt(folder):
-    """Catches a template whose markers the model has never seen, or that eats the line's end."""
+def test_a_prompt_begins_as_in_training_and_so_does_a_chat_request(folder):
+    """Catches prompts without the start that both models were trained with, which makes them err
+    in their first steps, and a template whose markers they have never seen, or that eats the line's
+    end.
+    """
     tokenizer = AutoTokenizer.from_pretrained(folder)
+    prompt = tokenizer.encode("b +8 ; start 47\n")
+    assert prompt[0] == tokenizer.bos_token_id
+    assert prompt.count(tokenizer.bos_token_id) == 1
     for content in ("b +8 ; start 47", "b +8 ; start 47\n"):
         messages = [{"role": "user", "content": content}]
         text = tokenizer.apply_chat_template(messages, tokenize=False)
-        assert text == "b +8 ; start 47\n"
+        assert tokenizer.encode(text, add_special_tokens=False) == prompt
 
 
 def test_the_problems_are_many_and_held_out(folder):
