@@ -19,6 +19,9 @@ def assets(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object, name to folder.")
     ] = False,
+    only_folders: Annotated[
+        bool, typer.Option("--folder", help="Print the folders only, for a shell to take.")
+    ] = False,
 ) -> None:
     """Build the demo's and the tests' models (cached) and print name -> folder."""
     folders = build_assets(names or None)
@@ -26,7 +29,7 @@ def assets(
         typer.echo(json.dumps({name: str(folder) for name, folder in folders.items()}, indent=2))
         return
     for name, folder in folders.items():
-        typer.echo(f"{name} -> {folder}")
+        typer.echo(str(folder) if only_folders else f"{name} -> {folder}")
 
 
 def build_assets(names: list[str] | None) -> dict[str, Path]:
