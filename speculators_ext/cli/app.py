@@ -16,7 +16,7 @@ from speculators_ext.cli.sglang_env import sglang_cpu_env
 
 app = typer.Typer(
     name="speculators-ext",
-    help="Speculative-decoding methods for stock vLLM: check, measure and try them.",
+    help="Speculative-decoding methods for stock vLLM and SGLang: check, measure and try them.",
     no_args_is_help=True,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
@@ -50,7 +50,7 @@ def main(
         typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version."),
     ] = False,
 ) -> None:
-    """Speculative-decoding methods for stock vLLM: check, measure and try them."""
+    """Speculative-decoding methods for stock vLLM and SGLang: check, measure and try them."""
 
 
 @bench.callback()

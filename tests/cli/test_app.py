@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -13,6 +16,7 @@ from speculators_ext import __version__
 from speculators_ext.cli import app
 
 run = CliRunner().invoke
+ROOT = Path(__file__).parents[2]
 
 
 def test_import_is_light():
@@ -73,3 +77,22 @@ def test_assets_prints_json_on_stdout_alone():
     [(name, folder)] = json.loads(result.stdout).items()
     assert name == "tiny-llama"
     assert folder.endswith("tiny-llama")
+
+
+def test_first_words_name_both_engines_and_promise_no_more_than_all_methods_keep():
+    """Catches SGLang left unsaid, and "lossless" said of a package that has a lossy method."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for text in (project["description"], run(app, ["--help"]).output):
+        assert "vLLM and SGLang" in text
+        assert "wrong token" not in text
+    assert "lossless unless" in project["description"]
+
+
+def test_make_lists_its_targets_in_one_column():
+    """Catches a target longer than the column, whose words then start further right."""
+    command = ["make", "--no-print-directory", "help"]
+    made = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    lines = made.stdout.splitlines()
+    assert len(lines) > 10
+    starts = {re.match(r"make \S+ +", line).end() for line in lines}
+    assert len(starts) == 1
