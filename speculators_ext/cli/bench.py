@@ -117,8 +117,11 @@ def serve(
         need(module, "bench")
     report.check_writable(chart, None if json_out == "-" else json_out)
     console = log_console()
+    variants = _variants(methods, variant or [], spec_tokens, head or _head_of(model))
+    if engine == "sglang":
+        plans.check_for_sglang(variants)
     plan = plans.Plan(
-        variants=_variants(methods, variant or [], spec_tokens, head or _head_of(model)),
+        variants=variants,
         concurrency=plans.parse_concurrency(concurrency),
         prompts=_prompts(prompts, num_prompts),
         model=resolve_model(model, console.print),

@@ -19,6 +19,7 @@ FilesArgument = Annotated[
 ]
 # What must be the same for rows to stand side by side.
 SAME = ("model", "dtype", "num_prompts", "max_tokens")
+_ACCEPTED = "a file that `bench serve --json` wrote"
 
 
 @one_line_errors
@@ -42,12 +43,18 @@ def table(files: FilesArgument) -> None:
 
 
 def _read(file: Path) -> dict[str, Any]:
+    if not file.exists():
+        raise CliError(f"{file}: no such file; accepted: {_ACCEPTED}")
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
-        raise CliError(f"{file}: cannot be read ({error})") from error
+    except OSError as error:
+        raise CliError(
+            f"{file}: cannot be read ({error.strerror}); accepted: {_ACCEPTED}"
+        ) from error
+    except ValueError as error:
+        raise CliError(f"{file}: not JSON; accepted: {_ACCEPTED}") from error
     if not isinstance(found, dict) or not {"rows", *SAME} <= set(found):
-        raise CliError(f"{file}: not a result of `bench serve --json`")
+        raise CliError(f"{file}: not a result; accepted: {_ACCEPTED}")
     return found
 
 

@@ -14,10 +14,29 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from speculators_ext.cli.prompts import Prompt
+    from speculators_ext.config import Method
 
 ENGINES = ("vllm", "sglang")
 # Methods of the engine's own that need nothing beside the target, to compare with.
 BUILT_IN = ("mtp",)
+# The rest of vLLM's own, each with what its speculative config needs beside the method; those for
+# one architecture's MTP module (`deepseek_mtp`) end alike and are not listed.
+_HEAD = {"model": "HEAD"}
+BY_VARIANT: dict[str, dict[str, Any]] = {
+    "eagle": _HEAD,
+    "eagle3": _HEAD,
+    "draft_model": {"model": "SMALL"},
+    "ngram": {"prompt_lookup_max": 4},
+    "ngram_gpu": {"prompt_lookup_max": 4},
+    "suffix": {},
+    "medusa": _HEAD,
+    "mlp_speculator": _HEAD,
+    "dflash": _HEAD,
+    "dspark": _HEAD,
+    "extract_hidden_states": {},
+    "custom_class": {"model": "MODULE.CLASS"},
+}
+STEP_TOKENS = 48  # room for a step of reasoning
 
 
 @dataclass(frozen=True)
@@ -117,7 +136,21 @@ def parse_variant(text: str, num_speculative_tokens: int) -> Variant:
         raise CliError(f'--variant {name}: a JSON object with "method" expected, given {body}')
     config = {"num_speculative_tokens": num_speculative_tokens} | config
     _check_method_config(f"--variant {name}", config)
+    method = config["method"]
+    if needs_head(method) and not _method(method).model_optional and not config.get("model"):
+        raise CliError(
+            f'--variant {name}: {method} drafts with {_method(method).needs}; give it as "model"'
+        )
     return Variant(name.strip(), config)
+
+
+def check_for_sglang(variants: Sequence[Variant]) -> None:
+    """Refuse, before any server is started, a variant that SGLang has no flags for."""
+    from speculators_ext.cli.sglang_server import speculative_flags
+
+    for variant in variants:
+        if variant.speculative is not None:
+            speculative_flags(variant.speculative)
 
 
 def known_methods() -> list[str]:
@@ -131,6 +164,11 @@ def _method_variant(name: str, num_speculative_tokens: int, head: str | None) ->
     if name == PLAIN:
         return Variant(PLAIN, None)
     known = [*known_methods(), *BUILT_IN]
+    if name in BY_VARIANT or name.endswith("_mtp"):
+        example = _example(name, num_speculative_tokens, **BY_VARIANT.get(name, {}))
+        raise CliError(
+            f"--methods {name}: this method of the engine's own goes through --variant: {example}"
+        )
     if name not in known:
         from speculators_ext.config import suggest_method
 
@@ -140,10 +178,18 @@ def _method_variant(name: str, num_speculative_tokens: int, head: str | None) ->
             f"--methods {name!r}{hint}: known are {', '.join([PLAIN, *known])}; "
             "for another method of the engine's own use --variant NAME=JSON"
         )
+    if name in known_methods() and not _method(name).lossless:
+        example = _example(name, STEP_TOKENS, model="SMALL", method_config={"lossy": True})
+        raise CliError(
+            f"--methods {name}: it is lossy, which only a variant can allow: {example}; it "
+            f"needs {_method(name).needs}"
+        )
     config: dict[str, Any] = {"method": name, "num_speculative_tokens": num_speculative_tokens}
     if needs_head(name):
         if head is None:
-            raise CliError(f"--methods {name}: it drafts with {_needs(name)}; give it as --head")
+            raise CliError(
+                f"--methods {name}: it drafts with {_method(name).needs}; give it as --head"
+            )
         config["model"] = head
     return Variant(name, config)
 
@@ -155,10 +201,16 @@ def needs_head(name: str) -> bool:
     return name in METHODS and not METHODS[name].drafts_alone
 
 
-def _needs(name: str) -> str:
+def _example(method: str, num_speculative_tokens: int, **keys: Any) -> str:
+    """The option that measures a method of this speculative config, as a shell takes it."""
+    config = {"method": method, "num_speculative_tokens": num_speculative_tokens} | keys
+    return f"--variant '{method}={json.dumps(config)}'"
+
+
+def _method(name: str) -> Method:
     from speculators_ext.config import METHODS
 
-    return METHODS[name].needs
+    return METHODS[name]
 
 
 def _check_method_config(where: str, config: dict[str, Any]) -> None:

@@ -66,9 +66,13 @@ def speculative_flags(config: dict[str, Any]) -> list[str]:
     """
     method, drafts = config["method"], config["num_speculative_tokens"]
     unknown = sorted(set(config) - set(_CONFIG_KEYS))
-    if unknown or not (method in _BUILT_IN or _is_ours(method)):
+    if unknown or method not in (*_ours(), *_BUILT_IN):
         what = f"key {unknown[0]!r}" if unknown else f"method {method!r}"
-        raise CliError(f"--engine sglang: {what} of a speculative config is not known there")
+        accepted = _CONFIG_KEYS if unknown else (*_ours(), *_BUILT_IN)
+        raise CliError(
+            f"--engine sglang: {what} of a speculative config is not known there; accepted: "
+            f"{', '.join(accepted)}"
+        )
     flags = ["--speculative-algorithm", _BUILT_IN.get(method, method.upper())]
     if config.get("model"):
         flags += ["--speculative-draft-model-path", config["model"]]
@@ -91,10 +95,10 @@ def speculative_flags(config: dict[str, Any]) -> list[str]:
     return flags
 
 
-def _is_ours(method: str) -> bool:
+def _ours() -> list[str]:
     from speculators_ext.cli.plan import known_methods
 
-    return method in known_methods()
+    return known_methods()
 
 
 def sglang_environment() -> dict[str, str]:

@@ -47,3 +47,25 @@ def test_what_cannot_be_compared_is_refused(tmp_path, change, says):
     result = CliRunner().invoke(app, ["bench", "table", *files])
     assert result.exit_code == 2
     assert says in result.output
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (None, "no such file"),
+        (b"# A heading", "not JSON"),
+        (b"\xff\xfe\x00", "not JSON"),
+        (b"[1]", "not a result"),
+    ],
+)
+def test_what_is_no_result_is_said_in_one_line(tmp_path, content, says):
+    """Catches a parser's or the system's own words where the user gave the wrong file."""
+    path = tmp_path / "given"
+    if content is not None:
+        path.write_bytes(content)
+    result = CliRunner().invoke(app, ["bench", "table", str(path)])
+    assert result.exit_code == 2
+    [line] = result.stderr.strip().splitlines()
+    assert line == f"error: {path}: {says}; accepted: a file that `bench serve --json` wrote"
+    folder = CliRunner().invoke(app, ["bench", "table", str(tmp_path)])
+    assert "cannot be read (Is a directory)" in folder.stderr

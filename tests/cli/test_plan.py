@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,9 @@ import pytest
 from speculators_ext.cli.common import CliError
 from speculators_ext.cli.demo import demo_variants, mtp_variants, steps_variants
 from speculators_ext.cli.plan import (
+    BY_VARIANT,
     Variant,
+    check_for_sglang,
     method_variants,
     parse_concurrency,
     parse_variant,
@@ -17,6 +21,7 @@ from speculators_ext.cli.plan import (
     with_folder,
 )
 from speculators_ext.config import METHODS
+from speculators_ext.engines.source_probe import engine_root
 
 
 def test_names_become_speculative_configs():
@@ -70,6 +75,8 @@ def test_variant_keeps_what_the_user_wrote():
         ('a={"num_speculative_tokens": 2}', '"method" expected'),
         ('a={"method":"clasp","method_config":{"adaptiv":true}}', "adaptive"),
         ('a={"method":"clasp","method_config":{"refresh_interval":0}}', "refresh_interval"),
+        ('a={"method":"eagle2"}', 'give it as "model"'),
+        ('a={"method":"reasoning_step"}', "lossy=false"),
     ],
 )
 def test_wrong_variant_is_told_before_a_server_starts(text, says):
@@ -83,6 +90,55 @@ def test_misspelt_method_gets_a_suggestion():
     """Catches an error that leaves the user to guess the accepted names."""
     with pytest.raises(CliError, match=r"did you mean 'clasp'.*known are plain, clasp"):
         method_variants(["claps"], 6)
+
+
+def engine_methods():
+    """What vLLM calls a method, from its sources: importing it takes seconds."""
+    root = engine_root("vllm")
+    if root is None:
+        pytest.skip("needs vLLM's sources")
+    tree = ast.parse((root / "vllm/config/speculative.py").read_text())
+    return {
+        literal.value
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+        and isinstance(node.targets[0], ast.Name)
+        and (node.targets[0].id.endswith("Types") or node.targets[0].id == "SpeculativeMethod")
+        for literal in ast.walk(node.value)
+        if isinstance(literal, ast.Constant)
+    }
+
+
+def test_methods_of_the_engines_own_go_through_variants():
+    """Catches `eagle3` answered with "did you mean 'eagle2'?", and an example that is refused."""
+    names = engine_methods()
+    assert {"eagle3", "ngram", "deepseek_mtp"} <= names
+    for name in names - {"mtp"}:
+        with pytest.raises(CliError, match="through --variant") as caught:
+            method_variants([name], 5)
+        assert "did you mean" not in str(caught.value)
+        [text] = re.findall(r"--variant '([^']*)'", str(caught.value))
+        assert parse_variant(text, 1).speculative["num_speculative_tokens"] == 5
+    assert set(BY_VARIANT) <= names
+
+
+def test_a_lossy_method_is_refused_with_the_variant_that_works():
+    """Catches a server started without the consent that its method asks for."""
+    for head in (None, "some/small"):
+        with pytest.raises(CliError, match="lossy") as caught:
+            method_variants(["reasoning_step"], 6, head)
+        assert "\n" not in str(caught.value)
+        [text] = re.findall(r"--variant '([^']*)'", str(caught.value))
+        variant = parse_variant(text, 1)
+        assert variant.speculative["method_config"] == {"lossy": True}
+
+
+def test_sglang_refuses_before_plain_is_served():
+    """Catches minutes of measuring plain before a variant turns out to be unknown there."""
+    variants = [Variant("plain", None), parse_variant('a={"method":"suffix"}', 2)]
+    with pytest.raises(CliError, match=r"'suffix'.*accepted: clasp, .*, eagle3, mtp"):
+        check_for_sglang(variants)
+    check_for_sglang(method_variants(["plain", "clasp", "mtp"], 2))
 
 
 @pytest.mark.parametrize("text", ["", "0", "1,-2", "1,x", "4,4"])
