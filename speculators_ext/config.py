@@ -6,7 +6,7 @@ the last line of a server's log.
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from speculators_ext.errors import ConfigError
+from speculators_ext.messages import describe_schema, did_you_mean, one_line
 from speculators_ext.method_configs import (
     ClaspConfig,
     Eagle2Config,
@@ -147,7 +148,7 @@ def parse_method_config(
     if method not in METHODS:
         raise ConfigError(
             f"speculative method: unknown {method!r}; accepted: {', '.join(METHODS)}; "
-            + _did_you_mean(suggest_method(str(method)), "choose one of them")
+            + did_you_mean(suggest_method(str(method)), "choose one of them")
         )
     model = METHODS[method].config_model
     given = _as_keys(model, raw)
@@ -175,7 +176,7 @@ def _settings(
         try:
             config.check_target(target)
         except ConfigError as error:
-            raise ConfigError(f"{error}{_preset_note(preset, given)}") from None
+            raise ConfigError(f"{error}{_preset_note(str(error), preset, given)}") from None
     return config
 
 
@@ -196,8 +197,12 @@ def _skips_without(
         raise ConfigError(str(error).replace(WHERE, f"{WHERE}['clasp']", 1)) from None
 
 
-def _preset_note(preset: Mapping[str, Any], given: Mapping[str, Any]) -> str:
-    taken = ", ".join(f"{key}={value}" for key, value in preset.items() if key not in given)
+def _preset_note(problem: str, preset: Mapping[str, Any], given: Mapping[str, Any]) -> str:
+    """Which of the keys that ``problem`` names are the preset's."""
+    named = set(re.findall(r"\w+", problem))
+    taken = ", ".join(
+        f"{key}={value}" for key, value in preset.items() if key in named and key not in given
+    )
     return f" (the target's preset gives {taken})" if taken else ""
 
 
@@ -228,47 +233,7 @@ def _validate(model: type[MethodConfig], values: Mapping[str, Any]) -> MethodCon
     try:
         return model.model_validate(dict(values))
     except ValidationError as error:
-        raise ConfigError(_one_line(model, error)) from None
-
-
-def _one_line(model: type[MethodConfig], error: ValidationError) -> str:
-    """Turn pydantic's first complaint into our one line."""
-    first = error.errors(include_url=False)[0]
-    if first["type"] == "value_error":
-        return f"{WHERE}: {first['ctx']['error']}"
-    key = str(first["loc"][0]) if first["loc"] else ""
-    names = tuple(model.model_fields)
-    if first["type"] == "extra_forbidden" or key not in names:
-        return f"{WHERE}: unknown key {key!r}; accepted: {', '.join(names)}; " + _did_you_mean(
-            near_miss(key, names), "remove it"
-        )
-    schema = model.model_json_schema()["properties"][key]
-    accepted = describe_schema(schema)
-    given, place = first["input"], "".join(f"[{index}]" for index in first["loc"][1:])
-    return (
-        f"{WHERE}: {key}{place}={given!r} is not valid; accepted: {accepted}; "
-        f"correct it or leave the key out for the default ({json.dumps(schema.get('default'))})"
-    )
-
-
-def describe_schema(schema: Mapping[str, Any]) -> str:
-    """Say in a few words which values a field's JSON schema accepts."""
-    if "anyOf" in schema:
-        return " or ".join(describe_schema(part) for part in schema["anyOf"])
-    if "enum" in schema:
-        return " or ".join(repr(value) for value in schema["enum"])
-    kind = schema.get("type", "object")
-    if kind == "array":
-        return f"a list of numbers, each {describe_schema(schema['items'])}"
-    names = {"integer": "an integer", "number": "a number", "boolean": "true or false"}
-    text = names.get(str(kind), "an object" if kind == "object" else str(kind))
-    if "minimum" in schema and "maximum" in schema:
-        return f"{text} from {schema['minimum']:g} to {schema['maximum']:g}"
-    return f"{text} >= {schema['minimum']:g}" if "minimum" in schema else text
-
-
-def _did_you_mean(name: str | None, otherwise: str) -> str:
-    return f"did you mean {name!r}?" if name else otherwise
+        raise ConfigError(one_line(model, error, values)) from None
 
 
 def validate_num_speculative_tokens(value: object, max_model_len: int | None) -> int:

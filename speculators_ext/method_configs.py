@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from speculators_ext.errors import ConfigError
 from speculators_ext.settings import MethodConfig, SkipConfig
@@ -134,6 +134,8 @@ JUDGE_SUFFIX = (
 
 
 _THRESHOLDS = {"score": 7.0, "logprob": -4.0, "exact": 0.0}
+_RANGES = {"score": (0.0, 10.0), "logprob": (-1000.0, 0.0)}
+"""Of thresholds. A mean of digits is at most 9, so above 9 no step passes."""
 
 
 class ReasoningStepConfig(MethodConfig):
@@ -155,10 +157,9 @@ class ReasoningStepConfig(MethodConfig):
     )
     threshold: float | None = Field(
         None,
-        ge=-1000.0,
-        le=1000.0,
-        description="A step passes from here on: a digit's mean, 0 to 9 ('score', null is 7), or "
-        "the least log-probability of its tokens in nats ('logprob', null is -4).",
+        description="A step passes from here on: a digit's mean, 0 to 9 ('score', null is 7; above "
+        "9 none passes), or the least log-probability of its tokens in nats ('logprob', null is "
+        "-4); not with 'exact'.",
     )
     mean_logprob: float | None = Field(
         None,
@@ -200,17 +201,45 @@ class ReasoningStepConfig(MethodConfig):
         """The threshold, or the judge's own."""
         return _THRESHOLDS[self.judge] if self.threshold is None else self.threshold
 
+    @property
+    def least_threshold(self) -> float:
+        """What a request may lower its own threshold to; below it, it is served exactly."""
+        return _RANGES[self.judge][0] if self.judge in _RANGES else float("-inf")
+
+    @field_validator("lossy", mode="before")
+    @classmethod
+    def _check_consent(cls, value: object) -> object:
+        if value is not True:
+            given = json.dumps(value) if value is False or value is None else repr(value)
+            raise ConfigError(
+                f"lossy={given}: 'reasoning_step' takes steps that the target judges sound but "
+                "would not have written, so the text changes; accepted: true; set it if that is "
+                "what you want, or choose a lossless method"
+            )
+        return value
+
     @model_validator(mode="after")
     def _check_together(self) -> ReasoningStepConfig:
-        if not self.lossy:
-            raise ConfigError(
-                f"lossy={json.dumps(self.lossy)}: 'reasoning_step' takes steps that the target "
-                "judges sound but would not have written, so the text changes; accepted: true; "
-                "set it if that is what you want, or choose a lossless method"
-            )
         if self.mean_logprob is not None and self.judge != "logprob":
             raise ConfigError(
                 f"mean_logprob={self.mean_logprob} belongs to judge='logprob', not to "
-                f"{self.judge!r}; remove it"
+                f"{self.judge!r}; accepted: judge='logprob' beside it; choose that or remove it"
             )
+        if self.threshold is not None:
+            self._check_threshold(self.threshold)
         return self
+
+    def _check_threshold(self, given: float) -> None:
+        """A threshold on another judge's scale lets everything pass, or nothing."""
+        if self.judge not in _RANGES:
+            raise ConfigError(
+                f"threshold={given:g} has no effect with judge={self.judge!r}, which lets nothing "
+                "pass; accepted: no threshold; remove it, or choose judge='score' or 'logprob'"
+            )
+        low, high = _RANGES[self.judge]
+        if not low <= given <= high:
+            raise ConfigError(
+                f"threshold={given:g} is not on the scale of judge={self.judge!r}; accepted: a "
+                f"number from {low:g} to {high:g}; correct it or leave it out for "
+                f"{_THRESHOLDS[self.judge]:g}"
+            )

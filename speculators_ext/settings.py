@@ -139,10 +139,19 @@ class SkipConfig(MethodConfig):
         if self.num_skip_layers is not None and self.num_skip_layers > limit:
             raise ConfigError(
                 f"{WHERE}: num_skip_layers={self.num_skip_layers} is too many for the target's "
-                f"{units} {self.skip_unit}s of which {len(pinned)} are pinned; accepted: 0 to "
-                f"{limit}; lower it or leave it out"
+                f"{units} {self.skip_unit}s{self._pins(len(pinned))}; accepted: 0 to {limit}; "
+                "lower it or leave it out"
             )
         self._check_fixed_set_fits(units, pinned)
+
+    def _pins(self, count: int) -> str:
+        """For an error about what is left to skip: how many units are not, and by which keys."""
+        keys = [
+            f"{key}={getattr(self, key)}"
+            for key in ("pinned_first", "pinned_last")
+            if getattr(self, key)
+        ]
+        return f" of which {count} are pinned by {' and '.join(keys)}" if keys else ""
 
     def _check_fixed_set_fits(self, units: int, pinned: frozenset[int]) -> None:
         fixed = self.skip_layers or ()

@@ -38,7 +38,7 @@ BAD = [
     ({"num_skip_layers": 3.0}, "num_skip_layers=3.0", "an integer >= 0"),
     ({"num_skip_layers": -1}, "num_skip_layers=-1", "an integer >= 0"),
     ({"num_skip_layers": 12}, "num_skip_layers=12", "0 to 11"),
-    ({"num_skip_layers": 11, "pinned_first": 2}, "num_skip_layers=11", "0 to 10"),
+    ({"num_skip_layers": 11, "pinned_first": 2}, "2 are pinned by pinned_first=2;", "0 to 10"),
     ({"num_skip_layers": 24, "skip_unit": "sublayer"}, "24 sublayers", "0 to 23"),
     ({"refresh_interval": 0}, "refresh_interval=0", "an integer >= 1"),
     ({"refresh_interval": None}, "refresh_interval=None", "an integer >= 1"),
@@ -54,10 +54,10 @@ BAD = [
     ({"grouping": 1}, "grouping=1", "'batch' or 'per_request'"),
     ({"adaptive": 1}, "adaptive=1", "true or false"),
     ({"adaptive": "false"}, "adaptive='false'", "default (true)"),
-    ({"skip_layers": 3}, "skip_layers=3", "a list of numbers"),
-    ({"skip_layers": [1, "2"]}, "skip_layers[1]='2'", "a list of numbers"),
-    ({"skip_layers": [True]}, "skip_layers[0]=True", "a list of numbers"),
-    ({"skip_layers": [-1]}, "skip_layers[0]=-1", "a list of numbers"),
+    ({"skip_layers": 3}, "skip_layers=3", "null, or a list of integers >= 0;"),
+    ({"skip_layers": [1, "2"]}, "skip_layers[1]='2'", "null, or a list of integers >= 0;"),
+    ({"skip_layers": [True]}, "skip_layers[0]=True", "null, or a list of integers >= 0;"),
+    ({"skip_layers": [-1]}, "skip_layers[0]=-1", "null, or a list of integers >= 0;"),
     ({"skip_layers": [4, 4]}, "skip_layers=[4, 4]", "for example [4]"),
     ({"skip_layers": [5, 4]}, "skip_layers=[5, 4]", "for example [4, 5]"),
     ({"skip_layers": [12]}, "names unit 12", "0 to 11"),
@@ -101,6 +101,21 @@ def test_every_setting_is_described_and_says_what_it_accepts():
         for key, schema in method.config_model.model_json_schema()["properties"].items():
             assert schema.get("description"), key
             assert "None" not in describe_schema(schema), key
+
+
+@pytest.mark.parametrize(
+    ("bounds", "words"),
+    [
+        ({"minLength": 1, "maxLength": 32}, "a string of 1 to 32 characters"),
+        ({"minLength": 1}, "a string of at least 1 characters"),
+        ({"maxLength": 8}, "a string of at most 8 characters"),
+        ({}, "a string"),
+    ],
+    ids=str,
+)
+def test_bounds_of_a_string_are_named(bounds, words):
+    """Catches an empty string that is refused because a string is what is accepted."""
+    assert describe_schema({"type": "string"} | bounds) == words
 
 
 def test_pinned_layers_are_both_their_sublayers():

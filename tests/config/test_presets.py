@@ -86,6 +86,14 @@ def test_an_error_about_a_presets_number_says_where_it_comes_from():
     assert "\n" not in str(caught.value)
 
 
+def test_an_error_names_no_key_of_the_preset_that_it_is_not_about():
+    """Catches a user sent to a key that has nothing to do with his own wrong number."""
+    with pytest.raises(ConfigError, match="num_skip_layers=40") as caught:
+        parse_method_config("clasp", {"num_skip_layers": 40}, target=SMOLLM)
+    assert "search_window" in load("smollm2-135m-instruct.clasp").config
+    assert "preset" not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     "change",
     [

@@ -23,12 +23,24 @@ def parse(target=None, draft_model=None, **given):
 BAD = [
     ({}, "lossy=false", "choose a lossless method"),
     ({"lossy": False, "judge": "exact"}, "lossy=false", "accepted: true"),
-    ({"lossy": 1}, "lossy=1", "true or false"),
+    ({"lossy": 1}, "lossy=1", "accepted: true;"),
+    ({"lossy": "yes"}, "lossy='yes'", "accepted: true; set it"),
+    ({"lossy": None}, "lossy=null", "accepted: true;"),
     ({"lossy": True, "judge": "vote"}, "judge='vote'", "'score' or 'logprob' or 'exact'"),
     ({"lossy": True, "threshhold": 7}, "'threshhold'", "did you mean 'threshold'?"),
-    ({"lossy": True, "mean_logprob": -1.0}, "belongs to judge='logprob'", "remove it"),
+    ({"lossy": True, "mean_logprob": -1.0}, "mean_logprob=-1.0", "accepted: judge='logprob'"),
     ({"lossy": True, "judge": "logprob", "mean_logprob": 0.5}, "mean_logprob=0.5", "accepted"),
-    ({"lossy": True, "delimiter": ""}, "delimiter=''", "accepted"),
+    ({"lossy": True, "delimiter": ""}, "delimiter=''", "a string of 1 to 32 characters"),
+    ({"lossy": True, "judge_suffix": ""}, "judge_suffix=''", "of at least 1 characters"),
+    ({"lossy": True, "threshold": -2.5}, "threshold=-2.5", "accepted: a number from 0 to 10;"),
+    ({"lossy": True, "threshold": 10.5}, "judge='score'", "leave it out for 7"),
+    (
+        {"lossy": True, "judge": "logprob", "threshold": 7},
+        "threshold=7 is not on the scale of judge='logprob'",
+        "accepted: a number from -1000 to 0; correct it or leave it out for -4",
+    ),
+    ({"lossy": True, "judge": "exact", "threshold": 7}, "judge='exact'", "accepted: no threshold"),
+    ({"lossy": True, "threshold": "7"}, "threshold='7'", "accepted: null, or a number;"),
     ({"lossy": True, "first_exact": -1}, "first_exact=-1", "an integer >= 0"),
     ({"lossy": True, "min_step_tokens": 0}, "min_step_tokens=0", "an integer >= 1"),
 ]
@@ -50,6 +62,24 @@ def test_the_threshold_is_the_judges_own_unless_given():
     assert parse(lossy=True).passes_from == 7.0
     assert parse(lossy=True, judge="logprob").passes_from == -4.0
     assert parse(lossy=True, threshold=5).passes_from == 5.0
+
+
+@pytest.mark.parametrize(
+    ("judge", "ends"), [("score", (0, 10)), ("logprob", (-1000, 0)), ("exact", (None,))]
+)
+def test_the_ends_of_a_judges_scale_are_accepted(judge, ends):
+    """Both are of use: one takes every step, and one none (above a digit's mean, or nearly so)."""
+    for end in ends:
+        assert parse(lossy=True, judge=judge, threshold=end).threshold == end
+
+
+def test_a_key_of_the_skips_is_sent_to_its_place():
+    """Catches "remove it" for a setting that the method has, one object deeper."""
+    with pytest.raises(ConfigError) as caught:
+        parse(lossy=True, num_skip_layers=6)
+    assert 'it is a key of \'clasp\': write "clasp": {"num_skip_layers": 6}' in str(caught.value)
+    with pytest.raises(ConfigError, match="'clasp', which does not go with a model; remove it"):
+        parse(draft_model="small", lossy=True, num_skip_layers=6)
 
 
 def test_it_says_that_it_is_lossy():

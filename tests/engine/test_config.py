@@ -9,6 +9,7 @@ import pickle
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
@@ -332,3 +333,13 @@ def test_the_log_says_what_is_on(caplog: pytest.LogCaptureFixture) -> None:
     assert "num_skip_layers=3" in line
     assert "lossless" in line
     assert "\n" not in line
+
+
+def test_two_numbers_of_drafts_are_one_line_with_what_is_accepted() -> None:
+    """Catches a refusal that shows neither number."""
+    from speculators_ext.engines.vllm.requested import read_request
+
+    args = SimpleNamespace(speculative_config={"num_speculative_tokens": 4}, spec_tokens=5)
+    says = r"--spec-tokens=5 and .*num_speculative_tokens'\]=4 differ; accepted: one of them"
+    with pytest.raises(ConfigError, match=says):
+        read_request(args)

@@ -18,7 +18,7 @@ from speculators_ext.settings import SkipConfig
 
 pytestmark = pytest.mark.engine
 TARGET, K = "tiny-llama", 12
-NEVER, ALWAYS = 1000.0, -1000.0
+NEVER, ALWAYS = 1000.0, 0.0
 SKIPS = {"num_skip_layers": 3, "refresh_interval": 2}
 
 

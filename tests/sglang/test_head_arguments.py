@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+from types import SimpleNamespace
 
 import pytest
 from sglang.srt.arg_groups.overrides import resolving_view
 from sglang.srt.plugins import load_plugins
 
 from speculators_ext.assets import build
+from speculators_ext.config import ConfigError
 from speculators_ext.engines.sglang import requested
 from speculators_ext.engines.sglang.eagle2.requested import eagle2_settings
 from speculators_ext.engines.sglang.mtp_reuse.requested import (
@@ -169,3 +171,11 @@ def resolve_folder(folder):
     words = ["--model-path", str(folder), "--device", "cpu", "--attention-backend", "torch_native"]
     words += ["--speculative-algorithm", "MTP_REUSE"]
     ServerArgs.from_cli_args(parser.parse_args(words)).resolve_once()
+
+
+def test_two_depths_are_one_line_with_what_is_accepted():
+    """Catches a refusal that leaves open which of the two to write, and how."""
+    flags = SimpleNamespace(speculative_num_steps=5, speculative_eagle_topk=None)
+    with pytest.raises(ConfigError, match=r"steps=5 and depth=4 .*accepted: one .*remove depth"):
+        requested.same_as_flags({"depth": 4}, flags)
+    assert requested.same_as_flags({"depth": 5}, flags) == {"depth": 5}

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.engine
 GREEDY = {"temperature": 0, "max_new_tokens": 120}
-ALWAYS, NEVER = -1000.0, 1000.0
+# What every step reaches with 'logprob' and with 'score', and what none does.
+ALWAYS, ANY_SCORE, NEVER = -1000.0, 0.0, 1000.0
 MODEL_LEN = 256  # of every engine
 PAGES: dict[str, Any] = {"page_size": 16, "chunked_prefill_size": 32}
 RETRACTION: dict[str, Any] = PAGES | {
@@ -151,7 +152,7 @@ def test_the_number_is_that_of_a_plain_forward(
     engine = ours(engines, server)
     exact, lenient = (
         [answer["output_ids"] for answer in engine.generate(prompts, params(threshold))]
-        for threshold in (NEVER, ALWAYS)
+        for threshold in (NEVER, ANY_SCORE)
     )
     suffix = find_suffix(tokenizer, JUDGE_SUFFIX)
     steps, read = {}, []
@@ -281,7 +282,8 @@ def test_a_logprob_is_the_targets(
     left over an accepted step's last token.
     """
     engine = ours(engines, server)
-    [got] = engine.generate(prompts[:1], params(ALWAYS), return_logprob=True, logprob_start_len=-1)
+    lenient = params(ALWAYS if server == "logprob" else ANY_SCORE)
+    [got] = engine.generate(prompts[:1], lenient, return_logprob=True, logprob_start_len=-1)
     shown = got["meta_info"]["output_token_logprobs"]
     assert [entry[1] for entry in shown] == got["output_ids"]
     [read] = engines.get(TARGET).generate(

@@ -93,7 +93,7 @@ def same_as_flags(
         if raw.get(key, value) != value:
             raise ConfigError(
                 f"--{argument.replace('_', '-')}={value} and {key}={raw[key]} of {FLAG} differ; "
-                "give one of them"
+                f"accepted: one of them, or the same number in both; remove {key} or the flag"
             )
         raw[key] = value
     return raw
@@ -139,7 +139,8 @@ def tree_nodes(options: TreeConfig, server_args: Any) -> int:
         raise ConfigError(
             f"--speculative-num-draft-tokens={asked} is more than the root and the "
             f"{options.num_candidates} nodes that depth={options.depth} and topk={options.topk} "
-            "can grow; lower it, or raise --speculative-num-steps or --speculative-eagle-topk"
+            f"can grow; accepted: at most {options.num_candidates + 1}; lower it, or raise "
+            "--speculative-num-steps or --speculative-eagle-topk"
         )
     return nodes
 

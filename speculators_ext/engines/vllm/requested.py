@@ -52,7 +52,10 @@ def read_request(args: EngineArgs) -> dict[str, Any]:
         if value is None:
             continue
         if request.get(key, value) != value:
-            raise ConfigError(f"{flag} and --speculative-config['{key}'] differ; give one of them")
+            raise ConfigError(
+                f"{flag}={value!r} and --speculative-config['{key}']={request[key]!r} differ; "
+                "accepted: one of them, or the same value in both; remove one"
+            )
         request[key] = value
     return request
 

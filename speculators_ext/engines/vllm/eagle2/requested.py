@@ -42,7 +42,8 @@ def check_request(
         raise ConfigError(
             f"speculative config: num_speculative_tokens={nodes} is more than the "
             f"{options.num_candidates} nodes that depth={options.depth} and topk={options.topk} "
-            "can grow; lower it, or raise depth or topk in method_config"
+            f"can grow; accepted: at most {options.num_candidates}; lower it, or raise depth or "
+            "topk in method_config"
         )
     model = request.get("model")
     if not isinstance(model, str) or not model:
