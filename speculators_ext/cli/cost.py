@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from speculators_ext.cli.common import CliError
+from speculators_ext.cli.hub import fetch_config
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -19,11 +20,11 @@ _FOUR_BYTES = ("float32", "float")
 
 @dataclass(frozen=True)
 class Cost:
-    """One line of a bill: `bytes` of memory, and how the number comes about."""
+    """One line of a bill: `bytes` of memory (None: not known), and how the number comes about."""
 
     item: str
     formula: str
-    bytes: int
+    bytes: int | None
 
     def as_json(self) -> dict[str, Any]:
         """The line as plain values."""
@@ -82,7 +83,7 @@ def read_target(name: str) -> TargetShape:
     Raises:
         CliError: there is no readable config.json, or a size is missing in it.
     """
-    path = Path(name, "config.json") if Path(name).is_dir() else _from_hub(name)
+    path = Path(name, "config.json") if Path(name).is_dir() else fetch_config(name)
     try:
         whole = json.loads(path.read_text(encoding="utf-8"))
         config = {**whole, **(whole.get("text_config") or {})}
@@ -235,11 +236,24 @@ def _mlp_weights(target: TargetShape) -> int:
     return 3 * target.hidden * int(config["moe_intermediate_size"]) * experts
 
 
+def _reasoning_step_bill(config: Any, target: TargetShape) -> list[Cost]:
+    """What the small model takes is its own matter: the target says nothing of it."""
+    del config, target
+    return [
+        Cost(
+            "weights and KV cache of the small model that writes the steps",
+            "they come on top, and are not known until the model is named",
+            None,
+        )
+    ]
+
+
 _NO_WEIGHTS = Cost("weights", "0: the target's own layers draft", 0)
 _BILLS: dict[str, Callable[[Any, TargetShape], list[Cost]]] = {
     "clasp": _clasp_bill,
     "eagle2": _eagle2_bill,
     "mtp_reuse": _mtp_reuse_bill,
+    "reasoning_step": _reasoning_step_bill,
 }
 
 
@@ -261,21 +275,3 @@ def _shape(name: str, whole: Mapping[str, Any], config: Mapping[str, Any]) -> Ta
         latent=latent + int(config.get("qk_rope_head_dim") or 0) if latent else 0,
         element_bytes=4 if dtype in _FOUR_BYTES else 2,
     )
-
-
-def _from_hub(name: str) -> Path:
-    try:
-        from huggingface_hub import hf_hub_download
-    except ImportError as error:
-        raise CliError(
-            f"--target {name!r} is not a folder, and huggingface_hub, which comes with an engine, "
-            "is not installed: give a model folder"
-        ) from error
-    try:
-        return Path(hf_hub_download(name, "config.json"))
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise CliError(
-            f"--target {name!r} is no folder, no asset of ours and no model that could be fetched "
-            f"({reason})"
-        ) from error

