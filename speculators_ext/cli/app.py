@@ -10,6 +10,7 @@ from speculators_ext import __version__
 from speculators_ext.cli.assets import assets
 from speculators_ext.cli.bench import serve
 from speculators_ext.cli.bench_table import table
+from speculators_ext.cli.config import config
 from speculators_ext.cli.demo import demo
 from speculators_ext.cli.doctor import doctor
 from speculators_ext.cli.sglang_env import sglang_cpu_env
@@ -30,6 +31,7 @@ bench = typer.Typer(
 
 app.command()(assets)
 app.command()(doctor)
+app.command()(config)
 app.command()(demo)
 app.command()(sglang_cpu_env)
 bench.command()(serve)

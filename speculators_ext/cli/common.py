@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 import importlib
 from pathlib import Path
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import typer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
     from types import ModuleType
 
     from rich.console import Console
@@ -69,6 +69,28 @@ def log_console() -> Console:
     from rich.console import Console
 
     return Console(stderr=True)
+
+
+def print_table(
+    out: Console, title: str, headings: tuple[str, ...], rows: Iterable[tuple[Any, ...]]
+) -> None:
+    """Print a table whose cells wrap: nothing is cut off, however narrow the terminal.
+
+    Args:
+        out: where to.
+        title: above the table.
+        headings: of the columns.
+        rows: cells, each a rich `Text` or a plain string; an empty one is shown as `-`.
+    """
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for heading in headings:
+        table.add_column(heading, overflow="fold")
+    for row in rows:
+        table.add_row(*(cell if isinstance(cell, Text) else Text(cell or "-") for cell in row))
+    out.print(table)
 
 
 def need(module: str, extra: str) -> ModuleType:

@@ -7,11 +7,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from speculators_ext.cli.common import FAILED, log_console, one_line_errors, resolve_model
+from speculators_ext.cli.common import (
+    FAILED,
+    log_console,
+    one_line_errors,
+    print_table,
+    resolve_model,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from rich.console import Console
     from rich.text import Text
 
@@ -55,12 +59,12 @@ def doctor(
 def _show(found: dict[str, Any], out: Console) -> None:
     from rich.text import Text
 
-    _print_table(out, "Versions", ("what", "version"), found["versions"].items())
+    print_table(out, "Versions", ("what", "version"), found["versions"].items())
     runner = found["model_runner_v2"]
     engines = [(e["name"], _mark(e["ok"]), e["detail"]) for e in found["engines"]]
     if found["engines"][0]["ok"]:
         engines.insert(1, ("vllm: Model Runner V2", _mark(runner["runs"]), runner["reason"]))
-    _print_table(out, "Engines", ("engine", "usable", "why"), engines)
+    print_table(out, "Engines", ("engine", "usable", "why"), engines)
     for engine, title in _HOOK_TITLES.items():
         hooks = [
             (hook["name"], hook["target"], _mark(hook["ok"]), hook["detail"])
@@ -68,7 +72,7 @@ def _show(found: dict[str, Any], out: Console) -> None:
             if hook["engine"] == engine
         ]
         if hooks:
-            _print_table(out, title, ("hook", "what for", "holds", "detail"), hooks)
+            print_table(out, title, ("hook", "what for", "holds", "detail"), hooks)
     methods = [
         (
             method["name"],
@@ -80,7 +84,7 @@ def _show(found: dict[str, Any], out: Console) -> None:
         for method in found["methods"]
     ]
     headings = ("method", "works here", "lossless", "needs", "why not")
-    _print_table(out, "Methods", headings, methods)
+    print_table(out, "Methods", headings, methods)
     if found["target"] is not None:
         costs = [
             (method["name"], cost["item"], _count(cost["bytes"]), cost["formula"])
@@ -88,23 +92,9 @@ def _show(found: dict[str, Any], out: Console) -> None:
             for cost in method["memory"]
         ]
         title = f"Memory for {found['target']['name']}"
-        _print_table(out, title, ("method", "what", "bytes", "how"), costs)
+        print_table(out, title, ("method", "what", "bytes", "how"), costs)
     for note in found["notes"]:
         out.print(Text(note))
-
-
-def _print_table(
-    out: Console, title: str, headings: tuple[str, ...], rows: Iterable[tuple[Any, ...]]
-) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(title=title, title_justify="left", title_style="bold")
-    for heading in headings:
-        table.add_column(heading, overflow="fold")  # a reason is never cut off
-    for row in rows:
-        table.add_row(*(cell if isinstance(cell, Text) else Text(cell or "-") for cell in row))
-    out.print(table)
 
 
 def _count(number: int | None) -> str:

@@ -35,7 +35,8 @@ def test_version():
 
 
 @pytest.mark.parametrize(
-    "command", [["assets"], ["doctor"], ["demo"], ["bench", "serve"], ["sglang-cpu-env"]]
+    "command",
+    [["assets"], ["doctor"], ["config"], ["demo"], ["bench", "serve"], ["sglang-cpu-env"]],
 )
 def test_every_command_has_help(command):
     """Catches a command that typer cannot build, or one without a word of help."""
