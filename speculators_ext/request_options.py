@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from speculators_ext.errors import ConfigError
 from speculators_ext.registry import near_miss
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 PREFIX = "speculators_ext_"
 ENABLED = f"{PREFIX}enabled"
@@ -28,11 +26,13 @@ class RequestOptions:
         enabled: False turns drafting off for this request.
         max_drafts: most drafts a step, None for the server's number.
         threshold: from where on a judge lets a reasoning step pass, None for the server's.
+        exact: True lets none pass, whatever the threshold: what was asked could not be read.
     """
 
     enabled: bool = True
     max_drafts: int | None = None
     threshold: float | None = None
+    exact: bool = False
 
     def limit(self, num_speculative_tokens: int) -> int:
         """Return the most drafts a step for this request, 0 when it is switched off."""
@@ -66,6 +66,44 @@ class RequestOptions:
             max_drafts=_count(args[MAX_DRAFTS], where) if MAX_DRAFTS in args else None,
             threshold=_number(args[THRESHOLD], where) if THRESHOLD in args else None,
         )
+
+
+def read_options(
+    given: object, where: str, least_threshold: float | None = None
+) -> tuple[RequestOptions, str | None]:
+    """The options of a request that is already admitted, and a warning where they are not valid.
+
+    It must be served all the same: by a lossless method with default options, and exactly by a
+    lossy one, whose defaults are not what was asked for and change the text.
+
+    Args:
+        given: what the engine hands on of the request.
+        where: the engine's name for it, for the warning.
+        least_threshold: of a lossy method, the least a request may set: below it everything would
+            pass. None for a lossless method.
+
+    Returns:
+        The options, and None or one line.
+    """
+    try:
+        if given is not None and not isinstance(given, Mapping):
+            raise ConfigError(
+                f"{where}: {given!r} is not an object; accepted: keys and values; correct it"
+            )
+        options = RequestOptions.parse(given, where=where)
+        asked = options.threshold
+        if asked is not None and least_threshold is not None and asked < least_threshold:
+            raise ConfigError(
+                f"{where}: {THRESHOLD}={asked:g} is below the judge's scale; accepted: a number >= "
+                f"{least_threshold:g}; correct it"
+            )
+    except ConfigError as error:
+        if least_threshold is None:
+            return RequestOptions(), f"{error}; the request is served with default options"
+        return RequestOptions(
+            exact=True
+        ), f"{error}; the request is served exactly: no step of it is judged"
+    return options, None
 
 
 def _switch(value: object, where: str) -> bool:

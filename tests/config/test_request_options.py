@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from speculators_ext.config import ConfigError, RequestOptions
+from speculators_ext.request_options import read_options
 
 
 @pytest.mark.parametrize("args", [None, {}, {"temperature": 3, "other": [1]}])
@@ -54,3 +55,28 @@ def test_a_bad_value_is_one_line_with_its_key(args, part):
     assert part in str(caught.value)
     assert "accepted" in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("given", [*(case[0] for case in BAD), [1]], ids=str)
+def test_a_lossy_method_serves_exactly_what_it_cannot_read(given):
+    """Catches a mistyped key that leaves a request to the server's threshold, or to none."""
+    options, warning = read_options(given, "extra_args", least_threshold=0.0)
+    assert options == RequestOptions(exact=True)
+    assert warning.endswith("; the request is served exactly: no step of it is judged")
+    assert "\n" not in warning
+    options, warning = read_options(given, "extra_args")
+    assert options == RequestOptions()
+    assert warning.endswith("; the request is served with default options")
+
+
+@pytest.mark.parametrize(
+    ("asked", "least", "exact"),
+    [(-2.5, 0.0, True), (0, 0.0, False), (99, 0.0, False), (-9, -1000.0, False)],
+)
+def test_a_threshold_below_the_scale_is_served_exactly(asked, least, exact):
+    """Catches a log-probability sent to a judge of digits, where it lets everything pass."""
+    options, warning = read_options({"speculators_ext_threshold": asked}, "extra_args", least)
+    assert options.exact is exact
+    assert options.threshold == (None if exact else asked)
+    assert (warning is not None) is exact
+    assert warning is None or "speculators_ext_threshold=-2.5 is below" in warning

@@ -191,13 +191,16 @@ def test_a_request_can_be_switched_off(plain: Any, logprob: Any) -> None:
     assert added["drafted"] == 0
 
 
-@pytest.mark.parametrize("kind", ["penalty", "bad words", "grammar"])
+@pytest.mark.parametrize("kind", ["penalty", "bad words", "grammar", "unreadable"])
 def test_some_kinds_of_request_are_always_exact(plain: Any, logprob: Any, kind: str) -> None:
-    """Their logits depend on the tokens before, which a judged step would change unseen."""
+    """Their logits depend on the tokens before, which a judged step would change unseen; or it is
+    not known what they ask for.
+    """
     options: dict[str, Any] = {
         "penalty": {"repetition_penalty": 1.2},
         "bad words": {"bad_words": ["e"]},
         "grammar": {"structured_outputs": StructuredOutputsParams(regex="[a-z ]{20,60}")},
+        "unreadable": {"extra": {"speculators_ext_threshhold": ALWAYS}},
     }[kind]
     given = prompts(3, 7)
     got, added = counted(lambda: logprob.generate(given, params(ALWAYS, **options)))

@@ -125,3 +125,26 @@ def test_requests_of_one_token_are_forgotten():
     assert list(worker._entries) == ["b"]
     assert worker._known.newest("a", 1) == []
     assert worker._known.newest("b", 1) == [5]
+
+
+@pytest.mark.parametrize(
+    ("asked", "threshold"),
+    [
+        (None, -4.0),
+        ({"speculators_ext_threshold": -3}, -3.0),
+        ({"speculators_ext_threshhold": -3}, None),
+        ({"speculators_ext_threshold": "low"}, None),
+        ({"speculators_ext_threshold": -2000}, None),
+    ],
+    ids=str,
+)
+def test_what_a_request_asks_for_in_vain_makes_it_exact(asked, threshold, caplog):
+    """Catches a mistyped request that is served lossily, by the server's threshold."""
+    worker = object.__new__(ReasoningStepWorker)
+    worker._options = parse_method_config("reasoning_step", LOSSY, target=None)
+    worker._known = KnownRequests(1, worker._options.least_threshold)
+    worker._end = 100
+    req = SimpleNamespace(rid="a", sampling_params=SimpleNamespace(custom_params=asked))
+    worker._entries = {"a": _Entry(req, [1, 5], None, exact=False, judgeable=True)}
+    assert worker._candidate(req, 2, 9) == Candidate(2, threshold, 9)
+    assert ("served exactly" in caplog.text) is (threshold is None)

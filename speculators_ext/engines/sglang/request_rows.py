@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from speculators_ext.config import ConfigError, RequestOptions
 from speculators_ext.engines.sglang.log import logger
+from speculators_ext.request_options import RequestOptions, read_options
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 __all__ = ["KnownRequests"]
-
-_DEFAULT_OPTIONS = RequestOptions()
 
 
 class KnownRequests:
@@ -22,10 +20,11 @@ class KnownRequests:
 
     Args:
         tail: how many of the newest tokens to keep, the bonus token included.
+        least_threshold: of a lossy method, the least that a request may set; None of a lossless.
     """
 
-    def __init__(self, tail: int) -> None:
-        self._tail = tail
+    def __init__(self, tail: int, least_threshold: float | None = None) -> None:
+        self._tail, self._least_threshold = tail, least_threshold
         self._tokens: dict[str, list[int]] = {}
         self._options: dict[str, RequestOptions] = {}
 
@@ -72,7 +71,11 @@ class KnownRequests:
     def options_of(self, req: Any) -> RequestOptions:
         """What the request itself asks for."""
         if req.rid not in self._options:
-            self._options[req.rid] = _parse(req.sampling_params.custom_params)
+            given = req.sampling_params.custom_params
+            options, warning = read_options(given, "custom_params", self._least_threshold)
+            if warning is not None:
+                logger.warning(warning)
+            self._options[req.rid] = options
         return self._options[req.rid]
 
 
@@ -84,13 +87,3 @@ def _needs_each_token_counted(params: Any) -> bool:
         or params.repetition_penalty != 1.0
         or params.min_new_tokens
     )
-
-
-def _parse(custom_params: Any) -> RequestOptions:
-    try:
-        given = custom_params if isinstance(custom_params, dict) else None
-        return RequestOptions.parse(given, where="custom_params")
-    except ConfigError as error:
-        # The request is already admitted: it must be served, exactly, just without our options.
-        logger.warning("%s; the request is served with default options", error)
-        return _DEFAULT_OPTIONS

@@ -32,15 +32,24 @@ class RoundWorker(BaseSpecWorker):
         draft_worker: holds the draft model; None where there is no second one.
         most: drafts of a round, at most.
         tail: how many of a request's newest tokens the method reads.
+        least_threshold: of a lossy method, the least that a request may set.
     """
 
-    def __init__(self, target_worker: Any, draft_worker: Any, most: int, *, tail: int = 1) -> None:
+    def __init__(
+        self,
+        target_worker: Any,
+        draft_worker: Any,
+        most: int,
+        *,
+        tail: int = 1,
+        least_threshold: float | None = None,
+    ) -> None:
         super().__init__()
         self._target_worker, self._draft_worker = target_worker, draft_worker
         self._runner = target_worker.model_runner
         self._most = most
         self._last = target_worker.model_config.context_len - 1
-        self._known = KnownRequests(tail=tail)
+        self._known = KnownRequests(tail, least_threshold)
         if self.on_gpu:
             warn_untried(get_spec().speculative_algorithm)
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from speculators_ext.config import ConfigError
 from speculators_ext.engines.vllm.log import logger
-from speculators_ext.request_options import RequestOptions
+from speculators_ext.request_options import RequestOptions, read_options
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import NewRequestData
@@ -21,6 +20,8 @@ class _RequestOptionsMixin:
     """Adds ``request_options`` (request slot -> RequestOptions) to any of vLLM's model states."""
 
     request_options: dict[int, RequestOptions]
+    least_threshold: float | None = None
+    """Of a lossy method, the least that a request may set."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -30,16 +31,11 @@ class _RequestOptionsMixin:
         """Remember the options of the request that now owns slot ``req_index``."""
         super().add_request(req_index, new_req_data)  # type: ignore[misc]
         params = new_req_data.sampling_params
-        self.request_options[req_index] = _parse(params.extra_args if params else None)
-
-
-def _parse(extra_args: dict[str, Any] | None) -> RequestOptions:
-    try:
-        return RequestOptions.parse(extra_args)
-    except ConfigError as error:
-        # The request is already admitted: it must be served, exactly, just without our options.
-        logger.warning("%s; the request is served with default options", error)
-        return DEFAULT_OPTIONS
+        given = params.extra_args if params else None
+        options, warning = read_options(given, "extra_args", self.least_threshold)
+        if warning is not None:
+            logger.warning(warning)
+        self.request_options[req_index] = options
 
 
 def with_request_options(state_cls: type[ModelState]) -> type[ModelState]:

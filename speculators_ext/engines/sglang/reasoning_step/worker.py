@@ -69,8 +69,13 @@ class ReasoningStepWorker(RoundWorker):
 
     def __init__(self, server_args: Any, gpu_id: int, nccl_port: int, target_worker: Any) -> None:
         self.model = SmallModel(server_args, gpu_id, nccl_port, target_worker)
-        super().__init__(target_worker, self.model, get_spec().speculative_num_steps)
         self._options = step_settings(server_args)
+        super().__init__(
+            target_worker,
+            self.model,
+            get_spec().speculative_num_steps,
+            least_threshold=self._options.least_threshold,
+        )
         self._rules = _rules(server_args, self._options, target_worker.model_config.hf_eos_token_id)
         suffix = judge_suffix(server_args, self._options)
         judge = None if suffix is None else SuffixForward(self._runner, suffix)
@@ -176,7 +181,10 @@ class ReasoningStepWorker(RoundWorker):
         judgeable = entry is not None and entry.judgeable and not entry.exact
         if not judgeable or not drafts or last >= self._end:
             return Candidate(drafts, None, last)
-        own = self._known.options_of(req).threshold
+        asked = self._known.options_of(req)
+        if asked.exact:
+            return Candidate(drafts, None, last)
+        own = asked.threshold
         return Candidate(drafts, self._options.passes_from if own is None else own, last)
 
     def _note(self, batch: Any, result: Any) -> None:

@@ -54,7 +54,7 @@ class StepBook:
         self._rules = rules
         self._always_exact = always_exact
         self.judge = JUDGES[options.judge](options.mean_logprob)
-        self.threshold = options.passes_from
+        self.threshold, self.least_threshold = options.passes_from, options.least_threshold
         self._entries: dict[int, _Entry] = {}
         self._running: set[str] = set()
         self._logged = (time.monotonic(), 0)
@@ -66,8 +66,8 @@ class StepBook:
         """Positions a judge needs behind a step; set by the speculator."""
         self.max_model_len = 0
 
-    def admit(self, slot: int, new: NewRequestData) -> None:
-        """A request now owns the slot."""
+    def admit(self, slot: int, new: NewRequestData, *, exact: bool = False) -> None:
+        """A request now owns the slot; ``exact`` when no step of it is to be judged."""
         prompt = new.prompt_token_ids or []
         known = new.prefill_token_ids or prompt
         params = new.sampling_params
@@ -76,7 +76,7 @@ class StepBook:
             stops = frozenset(params.all_stop_token_ids)
             rules = replace(rules, stops=rules.stops | stops)
         tracker = StepTracker(rules, prompt, known[len(prompt) :])
-        exact = self._always_exact or needs_chain(params)
+        exact = exact or self._always_exact or needs_chain(params)
         self._entries[slot] = _Entry(tracker, exact, len(known))
         self._running.add(new.req_id)
 

@@ -48,10 +48,16 @@ class _StepsMixin:
         self.book.max_model_len = state.max_model_len
         self.book.page = _counts_page(vllm_config)
 
+    @property
+    def least_threshold(self) -> float:
+        """The least that a request may set."""
+        return self.book.least_threshold
+
     def add_request(self, req_index: int, new_req_data: NewRequestData) -> None:
         """A new owner of the slot."""
         super().add_request(req_index, new_req_data)  # type: ignore[misc]
-        self.book.admit(req_index, new_req_data)
+        state: Any = self
+        self.book.admit(req_index, new_req_data, exact=state.request_options[req_index].exact)
 
     def remove_request(self, req_id: str) -> None:
         """The request has ended, or waits without a slot."""
