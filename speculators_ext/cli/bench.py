@@ -111,6 +111,7 @@ def serve(
     from speculators_ext.cli import plan as plans
     from speculators_ext.cli import report
     from speculators_ext.cli.runner import eager_by_default, run_plan
+    from speculators_ext.cli.sglang_server import check_variants
 
     plans.check_engine(engine)
     for module in ("httpx", "prometheus_client", *(["matplotlib"] if chart else [])):
@@ -119,7 +120,7 @@ def serve(
     console = log_console()
     variants = _variants(methods, variant or [], spec_tokens, head or _head_of(model))
     if engine == "sglang":
-        plans.check_for_sglang(variants)
+        check_variants(variants)
     plan = plans.Plan(
         variants=variants,
         concurrency=plans.parse_concurrency(concurrency),

@@ -144,15 +144,6 @@ def parse_variant(text: str, num_speculative_tokens: int) -> Variant:
     return Variant(name.strip(), config)
 
 
-def check_for_sglang(variants: Sequence[Variant]) -> None:
-    """Refuse, before any server is started, a variant that SGLang has no flags for."""
-    from speculators_ext.cli.sglang_server import speculative_flags
-
-    for variant in variants:
-        if variant.speculative is not None:
-            speculative_flags(variant.speculative)
-
-
 def known_methods() -> list[str]:
     """The methods this package adds, in the registry's order."""
     from speculators_ext.config import METHODS

@@ -13,7 +13,9 @@ from speculators_ext.cli.server import HOST
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["sglang_command", "sglang_environment", "speculative_flags"]
+    from speculators_ext.cli.plan import Variant
+
+__all__ = ["check_variants", "sglang_command", "sglang_environment", "speculative_flags"]
 
 # Methods of SGLang's own, by the name vLLM has for them.
 _BUILT_IN = {"eagle": "EAGLE", "eagle3": "EAGLE3", "mtp": "NEXTN"}
@@ -93,6 +95,13 @@ def speculative_flags(config: dict[str, Any]) -> list[str]:
     if settings:
         flags += ["--speculative-method-config", json.dumps(settings)]
     return flags
+
+
+def check_variants(variants: Sequence[Variant]) -> None:
+    """Refuse, before any server is started, a variant that SGLang has no flags for."""
+    for variant in variants:
+        if variant.speculative is not None:
+            speculative_flags(variant.speculative)
 
 
 def _ours() -> list[str]:

@@ -13,13 +13,13 @@ from speculators_ext.cli.demo import demo_variants, mtp_variants, steps_variants
 from speculators_ext.cli.plan import (
     BY_VARIANT,
     Variant,
-    check_for_sglang,
     method_variants,
     parse_concurrency,
     parse_variant,
     split_names,
     with_folder,
 )
+from speculators_ext.cli.sglang_server import check_variants
 from speculators_ext.config import METHODS
 from speculators_ext.engines.source_probe import engine_root
 
@@ -137,8 +137,8 @@ def test_sglang_refuses_before_plain_is_served():
     """Catches minutes of measuring plain before a variant turns out to be unknown there."""
     variants = [Variant("plain", None), parse_variant('a={"method":"suffix"}', 2)]
     with pytest.raises(CliError, match=r"'suffix'.*accepted: clasp, .*, eagle3, mtp"):
-        check_for_sglang(variants)
-    check_for_sglang(method_variants(["plain", "clasp", "mtp"], 2))
+        check_variants(variants)
+    check_variants(method_variants(["plain", "clasp", "mtp"], 2))
 
 
 @pytest.mark.parametrize("text", ["", "0", "1,-2", "1,x", "4,4"])
