@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = [
     "COUNTER_MEANINGS",
     "METRIC_PREFIX",
+    "DelimiterWatch",
     "DraftedStep",
     "Span",
     "StepCounters",
@@ -184,18 +185,63 @@ class DraftedStep:
         for name in ("inside", "state", "length", "steps"):
             setattr(self._tracker, name, getattr(tracker, name))
         self._may_judge = tracker.may_judge
-        self.judgeable = False
+        self.inside = tracker.inside
+        """Whether it began inside the reasoning."""
+        self.complete = self.stopped = False
+        """Whether it came to the delimiter; whether the text or the reasoning ends with it."""
+
+    @property
+    def judgeable(self) -> bool:
         """Whether the step is complete and a judge may see it."""
+        return self.complete and self._may_judge
 
     def push(self, token: int) -> bool:
         """Take a drafted token; False when drafting stops with it."""
         rules = self._tracker.rules
-        if token in rules.stops or token in rules.span:
+        self.stopped = token in rules.stops or token in rules.span
+        if self.stopped:
             return False
-        if self._tracker._step_on(token):
-            self.judgeable = self._may_judge
-            return False
-        return True
+        self.complete = self._tracker._step_on(token)
+        return not self.complete
+
+
+class DelimiterWatch:
+    """Notices a delimiter that no step of the model ever reaches, so that nothing is judged.
+
+    Args:
+        rules: of the method.
+        most: drafts that a step may hold.
+    """
+
+    PATIENCE = 20
+
+    def __init__(self, rules: StepRules, most: int) -> None:
+        self._rules, self._most = rules, most
+        self._in_vain = 0
+        self._over = False
+
+    def note(self, step: DraftedStep, drafts: int) -> str | None:
+        """A step of ``drafts`` tokens was drafted: a line for the log, at most once.
+
+        A step outside the reasoning, or cut short by a limit of its own request, says nothing.
+        """
+        if self._over or not step.inside:
+            return None
+        if not step.complete:
+            self._in_vain += step.stopped or drafts >= self._most
+            if self._in_vain < self.PATIENCE:
+                return None
+        self._over = True
+        if step.complete:
+            return None
+        rules = self._rules
+        least = f" after {rules.min_tokens} tokens or more" if rules.min_tokens > 1 else ""
+        return (
+            f"reasoning_step: {self._in_vain} steps were drafted to their limit of {self._most} "
+            f"tokens or to the end of the text, and none reached the delimiter "
+            f"{rules.splitter.delimiter!r}{least}, so nothing is judged; set delimiter in "
+            "method_config to what ends a step of this model"
+        )
 
 
 @dataclass

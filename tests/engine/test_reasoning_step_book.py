@@ -34,7 +34,7 @@ def state_of(**given: Any) -> Any:
     state: Any = object.__new__(extend_model_state(Slots, options))  # type: ignore[arg-type]
     state.request_options = {}
     rules = StepRules(StepSplitter(options.delimiter, TEXTS))
-    state.book = StepBook(rules, options, always_exact=False)
+    state.book = StepBook(rules, options, always_exact=False, most=K)
     state.book.max_model_len = 100
     return state
 
@@ -45,6 +45,16 @@ def add(state: Any, **extra_args: Any) -> None:
         req_id="r", prompt_token_ids=[A], prefill_token_ids=[A], sampling_params=params
     )
     state.add_request(0, new)
+
+
+@pytest.fixture
+def log(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> pytest.LogCaptureFixture:
+    """Our lines; vLLM's logger keeps them to itself otherwise."""
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    caplog.set_level(logging.WARNING, "vllm.speculators_ext")
+    return caplog
 
 
 @pytest.mark.parametrize(
@@ -59,18 +69,24 @@ def add(state: Any, **extra_args: Any) -> None:
     ids=str,
 )
 def test_what_a_request_asks_for_in_vain_makes_it_exact(
-    asked: dict[str, Any], judged: bool, caplog: pytest.LogCaptureFixture
+    asked: dict[str, Any], judged: bool, log: pytest.LogCaptureFixture
 ) -> None:
     """Catches a mistyped request that is served lossily, by the server's threshold or by none."""
     state = state_of()
-    caplog.set_level(logging.WARNING, "vllm.speculators_ext")
-    logging.getLogger("vllm").propagate, kept = True, logging.getLogger("vllm").propagate
-    try:
-        add(state, **asked)
-    finally:
-        logging.getLogger("vllm").propagate = kept
+    add(state, **asked)
     step = state.book.begin_step(0)
     assert [step.push(token) for token in (A, END)] == [True, False]
-    state.book.note_drafts(0, 2, step.judgeable)
+    state.book.note_drafts(0, 2, step)
     assert state.book.may_judge(0, 2, 5) is judged
-    assert ("served exactly" in caplog.text) is not judged
+    assert ("served exactly" in log.text) is not judged
+
+
+def test_a_delimiter_that_is_never_reached_is_said_once(log: pytest.LogCaptureFixture) -> None:
+    """Catches a server that judges nothing and never says why."""
+    state = state_of()
+    add(state)
+    for _ in range(50):
+        step = state.book.begin_step(0)
+        assert all(step.push(A) for _ in range(K))
+        state.book.note_drafts(0, K, step)
+    assert log.text.count("none reached the delimiter") == 1

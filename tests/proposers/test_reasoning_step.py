@@ -11,6 +11,7 @@ import torch
 
 from speculators_ext.errors import ConfigError
 from speculators_ext.proposers.reasoning_step import (
+    DelimiterWatch,
     DraftedStep,
     Span,
     StepCounters,
@@ -65,6 +66,48 @@ def drafted(tracker: StepTracker, tokens: list[int]) -> tuple[int, bool]:
         if not step.push(token):
             return count, step.judgeable
     return len(tokens), step.judgeable
+
+
+def said(watch: DelimiterWatch, tracker: StepTracker, tokens: list[int], times: int) -> list[str]:
+    """What the watch says while the same draft comes so often."""
+    lines = []
+    for _ in range(times):
+        step = DraftedStep(tracker)
+        count = next((n for n, t in enumerate(tokens, 1) if not step.push(t)), len(tokens))
+        lines.append(watch.note(step, count))
+    return [line for line in lines if line is not None]
+
+
+@pytest.mark.parametrize("tokens", [[WORD] * 4, [WORD, STOP], [WORD, END]], ids=str)
+def test_a_delimiter_that_is_never_reached_is_said_once(tokens: list[int]) -> None:
+    """Catches a method that judges nothing and never says why, and one that says it all day."""
+    tracker = StepTracker(rules(span=Span(None, END)))
+    watch = DelimiterWatch(tracker.rules, most=4)
+    assert said(watch, tracker, tokens, DelimiterWatch.PATIENCE - 1) == []
+    [line] = said(watch, tracker, tokens, 99)
+    assert "20 steps were drafted" in line
+    assert "none reached the delimiter '\\n', so" in line
+    assert "\n" not in line
+
+
+def test_one_step_that_reaches_the_delimiter_is_enough() -> None:
+    """Catches a warning about a delimiter that is right, with long steps between short ones."""
+    tracker = StepTracker(rules())
+    watch = DelimiterWatch(tracker.rules, most=4)
+    assert said(watch, tracker, [WORD] * 4, 19) == said(watch, tracker, [WORD, LINE], 1) == []
+    assert said(watch, tracker, [WORD] * 4, 99) == []
+
+
+def test_what_says_nothing_of_the_delimiter_is_not_counted() -> None:
+    """Catches a warning of requests that ask for short drafts, or of text behind the reasoning."""
+    tracker = StepTracker(rules())
+    watch = DelimiterWatch(tracker.rules, most=4)
+    assert said(watch, tracker, [WORD] * 3, 99) == []
+    outside = StepTracker(rules(span=Span(START, END)))
+    assert said(watch, outside, [WORD] * 4, 99) == []
+    least = rules(min_tokens=3)
+    [line] = said(DelimiterWatch(least, 2), StepTracker(least), [WORD, LINE], 99)
+    assert "'\\n' after 3 tokens or more" in line
 
 
 def test_a_draft_stops_at_the_end_of_its_step() -> None:

@@ -20,6 +20,12 @@ from speculators_ext.engines.sglang import requested
 from speculators_ext.engines.sglang.reasoning_step.judging import Candidate, StepJudging
 from speculators_ext.engines.sglang.reasoning_step.worker import ReasoningStepWorker, _Entry
 from speculators_ext.engines.sglang.request_rows import KnownRequests
+from speculators_ext.proposers.reasoning_step import (
+    DelimiterWatch,
+    StepRules,
+    StepSplitter,
+    StepTracker,
+)
 from speculators_ext.proposers.step_tokens import find_suffix
 
 load_plugins()
@@ -148,3 +154,17 @@ def test_what_a_request_asks_for_in_vain_makes_it_exact(asked, threshold, caplog
     worker._entries = {"a": _Entry(req, [1, 5], None, exact=False, judgeable=True)}
     assert worker._candidate(req, 2, 9) == Candidate(2, threshold, 9)
     assert ("served exactly" in caplog.text) is (threshold is None)
+
+
+def test_a_delimiter_that_is_never_reached_is_said_once(caplog):
+    """Catches a server that judges nothing and never says why."""
+    rules = StepRules(StepSplitter("\n\n", ["a", "\n\n"]))
+    worker = object.__new__(ReasoningStepWorker)
+    worker._both, worker._watch = 2, DelimiterWatch(rules, 3)
+    always_a = torch.tensor([[1.0, 0.0]])
+    worker.model = SimpleNamespace(feed=lambda *given: always_a)
+    for _ in range(50):
+        entry = _Entry(None, [0], StepTracker(rules), exact=False)
+        worker._write_steps(None, {0: 3}, {0: entry})
+        assert entry.drafts == [0, 0, 0]
+    assert caplog.text.count("none reached the delimiter '\\n\\n'") == 1

@@ -14,7 +14,7 @@ from sglang.srt.runtime_context import get_spec
 
 from speculators_ext.engines.sglang.chains import chain_verify_input
 from speculators_ext.engines.sglang.choices import choosing
-from speculators_ext.engines.sglang.log import log_method
+from speculators_ext.engines.sglang.log import log_method, logger
 from speculators_ext.engines.sglang.reasoning_step.counts_page import CountsPage
 from speculators_ext.engines.sglang.reasoning_step.judging import Candidate, StepJudging
 from speculators_ext.engines.sglang.reasoning_step.requested import (
@@ -27,6 +27,7 @@ from speculators_ext.engines.sglang.reasoning_step.small_model import SmallModel
 from speculators_ext.engines.sglang.reasoning_step.suffix import SuffixForward
 from speculators_ext.engines.sglang.worker import RoundWorker
 from speculators_ext.proposers.reasoning_step import (
+    DelimiterWatch,
     DraftedStep,
     StepRules,
     StepSplitter,
@@ -77,6 +78,7 @@ class ReasoningStepWorker(RoundWorker):
             least_threshold=self._options.least_threshold,
         )
         self._rules = _rules(server_args, self._options, target_worker.model_config.hf_eos_token_id)
+        self._watch = DelimiterWatch(self._rules, self._most)
         suffix = judge_suffix(server_args, self._options)
         judge = None if suffix is None else SuffixForward(self._runner, suffix)
         self._judging = StepJudging(self._options, judge, CountsPage())
@@ -175,6 +177,9 @@ class ReasoningStepWorker(RoundWorker):
             pieces = [entries[row].drafts[-1:] for row in rows]
         for row, entry in entries.items():
             entry.judgeable = walks[row].judgeable
+            warning = self._watch.note(walks[row], len(entry.drafts))
+            if warning is not None:
+                logger.warning(warning)
 
     def _candidate(self, req: Any, drafts: int, last: int) -> Candidate:
         entry = self._entries.get(req.rid)

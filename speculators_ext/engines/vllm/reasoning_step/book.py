@@ -8,7 +8,12 @@ from typing import TYPE_CHECKING
 
 from speculators_ext.engines.vllm.log import logger
 from speculators_ext.engines.vllm.trees.model_state import needs_chain
-from speculators_ext.proposers.reasoning_step import DraftedStep, StepCounters, StepTracker
+from speculators_ext.proposers.reasoning_step import (
+    DelimiterWatch,
+    DraftedStep,
+    StepCounters,
+    StepTracker,
+)
 from speculators_ext.proposers.step_judges import JUDGES
 
 if TYPE_CHECKING:
@@ -48,10 +53,14 @@ class StepBook:
         rules: of every request.
         options: the method's settings.
         always_exact: no step of any request is ever judged.
+        most: drafts that a step may hold.
     """
 
-    def __init__(self, rules: StepRules, options: ReasoningStepConfig, always_exact: bool) -> None:
+    def __init__(
+        self, rules: StepRules, options: ReasoningStepConfig, always_exact: bool, most: int
+    ) -> None:
         self._rules = rules
+        self._watch = DelimiterWatch(rules, most)
         self._always_exact = always_exact
         self.judge = JUDGES[options.judge](options.mean_logprob)
         self.threshold, self.least_threshold = options.passes_from, options.least_threshold
@@ -100,10 +109,14 @@ class StepBook:
         """A walk along the step about to be drafted."""
         return DraftedStep(self._entries[slot].tracker)
 
-    def note_drafts(self, slot: int, drafts: int, judgeable: bool) -> None:
-        """What goes to the scheduler for a request."""
+    def note_drafts(self, slot: int, drafts: int, step: DraftedStep | None) -> None:
+        """What goes to the scheduler for a request; no step where nothing was drafted."""
         entry = self._entries[slot]
-        entry.drafts, entry.judgeable = drafts, judgeable and not entry.exact
+        entry.drafts = drafts
+        entry.judgeable = step is not None and step.judgeable and not entry.exact
+        warning = None if step is None else self._watch.note(step, drafts)
+        if warning is not None:
+            logger.warning(warning)
 
     def may_judge(self, slot: int, drafts: int, last_position: int) -> bool:
         """Whether the ``drafts`` that were scheduled are a whole step that a judge may see.

@@ -42,9 +42,11 @@ class _StepsMixin:
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(vllm_config, *args, **kwargs)  # type: ignore[call-arg]
         state: Any = self
-        options = vllm_config.speculative_config.method_config
+        spec = vllm_config.speculative_config
+        options = spec.method_config
         always_exact = bool(state.model_config.logits_processors)
-        self.book = StepBook(_rules(vllm_config, options), options, always_exact)
+        rules = _rules(vllm_config, options)
+        self.book = StepBook(rules, options, always_exact, spec.num_speculative_tokens)
         self.book.max_model_len = state.max_model_len
         self.book.page = _counts_page(vllm_config)
 

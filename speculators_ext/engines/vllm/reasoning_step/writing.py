@@ -203,5 +203,4 @@ class StepSpeculator(DraftModelSpeculator):
         written: dict[int, int],
     ) -> None:
         for row in range(len(limits)):
-            whole = row in walks and walks[row].judgeable
-            self._book.note_drafts(slots[row], written.get(row, 0), whole)
+            self._book.note_drafts(slots[row], written.get(row, 0), walks.get(row))
