@@ -100,9 +100,8 @@ def read_options(
     except ConfigError as error:
         if least_threshold is None:
             return RequestOptions(), f"{error}; the request is served with default options"
-        return RequestOptions(
-            exact=True
-        ), f"{error}; the request is served exactly: no step of it is judged"
+        warning = f"{error}; the request is served exactly: no step of it is judged"
+        return RequestOptions(exact=True), warning
     return options, None
 
 
