@@ -84,18 +84,13 @@ def describe_schema(schema: Mapping[str, Any]) -> str:
 
 def _bounds(schema: Mapping[str, Any]) -> str:
     if "minLength" in schema or "maxLength" in schema:
-        return f" of {_range(schema, 'minLength', 'maxLength')} characters"
+        most = f"to {schema['maxLength']}" if "maxLength" in schema else "or more"
+        return f" of {schema.get('minLength', 0)} {most} characters"
     if "minimum" in schema and "maximum" in schema:
         return f" from {schema['minimum']:g} to {schema['maximum']:g}"
     if "minimum" in schema:
         return f" >= {schema['minimum']:g}"
     return f" <= {schema['maximum']:g}" if "maximum" in schema else ""
-
-
-def _range(schema: Mapping[str, Any], low: str, high: str) -> str:
-    if low in schema and high in schema:
-        return f"{schema[low]} to {schema[high]}"
-    return f"at least {schema[low]}" if low in schema else f"at most {schema[high]}"
 
 
 def did_you_mean(name: str | None, otherwise: str) -> str:

@@ -107,8 +107,8 @@ def test_every_setting_is_described_and_says_what_it_accepts():
     ("bounds", "words"),
     [
         ({"minLength": 1, "maxLength": 32}, "a string of 1 to 32 characters"),
-        ({"minLength": 1}, "a string of at least 1 characters"),
-        ({"maxLength": 8}, "a string of at most 8 characters"),
+        ({"minLength": 1}, "a string of 1 or more characters"),
+        ({"maxLength": 8}, "a string of 0 to 8 characters"),
         ({}, "a string"),
     ],
     ids=str,

@@ -31,7 +31,7 @@ BAD = [
     ({"lossy": True, "mean_logprob": -1.0}, "mean_logprob=-1.0", "accepted: judge='logprob'"),
     ({"lossy": True, "judge": "logprob", "mean_logprob": 0.5}, "mean_logprob=0.5", "accepted"),
     ({"lossy": True, "delimiter": ""}, "delimiter=''", "a string of 1 to 32 characters"),
-    ({"lossy": True, "judge_suffix": ""}, "judge_suffix=''", "of at least 1 characters"),
+    ({"lossy": True, "judge_suffix": ""}, "judge_suffix=''", "of 1 or more characters"),
     ({"lossy": True, "threshold": -2.5}, "threshold=-2.5", "accepted: a number from 0 to 10;"),
     ({"lossy": True, "threshold": 10.5}, "judge='score'", "leave it out for 7"),
     (
