@@ -9,7 +9,7 @@ engine a judge serves all of them.
 
     python benchmarks/reasoning_step.py --json r.json --png r.png
 
-The default thresholds were chosen by `reasoning_step_calibration.py` on other problems:
+The default thresholds were chosen by `steps_curve/calibration.py` on other problems:
 
     python benchmarks/reasoning_step.py --calibrate 800
 """
@@ -25,9 +25,9 @@ from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from reasoning_step_calibration import GRIDS, SEED, calibration_problems, most_lenient
-from reasoning_step_show import draw, table_of
 from rich.console import Console
+from steps_curve.calibration import GRIDS, SEED, calibration_problems, most_lenient
+from steps_curve.show import draw, table_of
 
 from speculators_ext.assets import build
 from speculators_ext.assets.steps_world import JUDGE_SUFFIX, Problem, check

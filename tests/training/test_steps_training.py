@@ -38,10 +38,10 @@ def models(data):
 @pytest.fixture(scope="module")
 def calibration():
     sys.path.insert(0, str(BENCHMARKS))
-    import reasoning_step_calibration
+    from steps_curve import calibration as found
 
     sys.path.pop(0)
-    return reasoning_step_calibration
+    return found
 
 
 @pytest.fixture(scope="module")
