@@ -1,9 +1,10 @@
-"""How the judges' default thresholds are chosen: on problems that the curve is not drawn on.
+"""How lenient a judge's default threshold may be, on problems that the curve is not drawn on.
 
 Each judge goes through its grid from strict to lenient and stops in front of the first threshold
-that loses more than half a point of the plain target's accuracy; the last one before it is the
-default. To stop there, and not to take the most lenient one that happens to be good, keeps luck
-with a few hundred problems out.
+that loses more than half a point of the plain target's accuracy; the last one before it is as
+lenient as a default may be. To stop there, and not to take the most lenient one that happens to be
+good, keeps luck with a few hundred problems out. What the defaults are, and why not all of them are
+what is found here, stands beside them in `method_configs.py`.
 """
 
 from __future__ import annotations
