@@ -40,7 +40,7 @@ def test_every_setting_of_every_method_is_listed():
         ("eagle2", "topk", "an integer from 1 to 32", 33),
         ("mtp_reuse", "first_hidden", "'pre' or 'post'", "both"),
         ("reasoning_step", "delimiter", "string of 1 to 32 characters", "x" * 33),
-        ("reasoning_step", "judge_suffix", "string of at least 1 character", ""),
+        ("reasoning_step", "judge_suffix", "a string of 1 or more characters", ""),
     ],
 )
 def test_bounds_are_those_that_are_enforced(method, key, accepted, outside):
