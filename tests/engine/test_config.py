@@ -182,13 +182,13 @@ BAD = [
     Bad(
         "flag-against-config",
         clasp(),
-        ("--spec-tokens", "num_speculative_tokens", "give one"),
+        ("--spec-tokens", "num_speculative_tokens", "accepted: one of them"),
         {"spec_tokens": 5},
     ),
     Bad(
         "method-flag-against-config",
         clasp(),
-        ("--spec-method", "method", "give one"),
+        ("--spec-method", "method", "accepted: one of them"),
         {"spec_method": "ngram"},
     ),
 ]
