@@ -113,7 +113,7 @@ METHODS.add(
         lossless=False,
         summary="a small model, or the target with layers skipped, writes whole reasoning steps, "
         "which the target judges",
-        needs="a smaller model with the target's tokenizer (optional on vLLM), and your word that "
+        needs="a smaller model with the target's tokenizer (optional), and your word that "
         "lossy is fine",
         drafts_alone=False,
         model_optional=True,

@@ -22,11 +22,11 @@ from speculators_ext.engines import devices, round_times
 from speculators_ext.engines.sglang import capture, gpus, round_clock, sampling
 from speculators_ext.engines.sglang.attention import PackedRowsBackend
 from speculators_ext.engines.sglang.attention_gpu import KernelPackedRowsBackend, reads_pool
-from speculators_ext.engines.sglang.clasp import drafting
 from speculators_ext.engines.sglang.heads.attention import LevelBackend
 from speculators_ext.engines.sglang.heads.attention_gpu import KernelLevelBackend
 from speculators_ext.engines.sglang.heads.draft_model import DraftModel
 from speculators_ext.engines.sglang.round_clock import RoundClock
+from speculators_ext.engines.sglang.skipping import drafting
 from speculators_ext.engines.sglang.trees import tree_verify_input
 from speculators_ext.engines.sglang.verify_shape import VerifyShape, verify_shape
 from speculators_ext.proposers.eagle2 import Level

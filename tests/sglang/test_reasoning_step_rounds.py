@@ -40,11 +40,11 @@ STEPS = ("--speculative-num-steps", "24")
 SUFFIX = method_configs.JUDGE_SUFFIX
 
 
-def resolve(monkeypatch, *words, settings=LOSSY, draft=SMALL):
+def resolve(monkeypatch, *words, settings=LOSSY, draft=SMALL, target=TARGET):
     monkeypatch.setenv(requested.ENVIRONMENT, json.dumps(settings))
     parser = argparse.ArgumentParser()
     ServerArgs.add_cli_args(parser)
-    shared = ["--model-path", str(build(TARGET)), "--device", "cpu"]
+    shared = ["--model-path", str(build(target)), "--device", "cpu"]
     shared += ["--attention-backend", "torch_native", "--speculative-algorithm", "reasoning_step"]
     if draft is not None:
         shared += ["--speculative-draft-model-path", str(build(draft))]
@@ -77,10 +77,16 @@ def test_slots_are_reserved_for_the_suffix(monkeypatch, judge):
         ((), {"settings": {}}, "lossy=false"),
         (("--context-length", "95", *STEPS), {"settings": {"lossy": True}}, "do not fit"),
         (("--reasoning-parser", "deepseek-r1"), {}, "reasoning_start='<think>' is"),
-        ((), {"draft": None}, "--speculative-draft-model-path is missing"),
+        ((), {"draft": None, "target": "tiny-phi3"}, "layers of this target cannot be skipped"),
+        ((), {"settings": {"lossy": True, "clasp": {}}}, "accepted: one of the two"),
+        (
+            (),
+            {"draft": None, "settings": {"lossy": True, "clasp": {"skip_unit": "sublayer"}}},
+            "skip_unit='sublayer' is not supported on SGLang",
+        ),
         ((), {"draft": OTHER}, "another tokenizer than the target"),
     ],
-    ids=["consent", "room", "parser", "model", "tokenizer"],
+    ids=["consent", "room", "parser", "layers", "both", "unit", "tokenizer"],
 )
 def test_what_cannot_be_is_refused_in_one_line(monkeypatch, words, changes, says):
     """Catches a lossy method that starts unasked, and a mistake found only after loading."""
@@ -162,7 +168,7 @@ def test_a_delimiter_that_is_never_reached_is_said_once(caplog):
     worker = object.__new__(ReasoningStepWorker)
     worker._both, worker._watch = 2, DelimiterWatch(rules, 3)
     always_a = torch.tensor([[1.0, 0.0]])
-    worker.model = SimpleNamespace(feed=lambda *given: always_a)
+    worker.writer = SimpleNamespace(feed=lambda *given: always_a)
     for _ in range(50):
         entry = _Entry(None, [0], StepTracker(rules), exact=False)
         worker._write_steps(None, {0: 3}, {0: entry})

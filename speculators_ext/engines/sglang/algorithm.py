@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from sglang.srt.runtime_context import get_spec
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
@@ -69,11 +70,13 @@ class MtpReuseAlgorithm(HeadAlgorithm):
 
 
 class ReasoningStepAlgorithm(ExtAlgorithm):
-    """Steps of a small model, which SGLang loads and allots a cache as for its STANDALONE."""
+    """Steps of a small model, which SGLang loads and allots a cache as for its STANDALONE, or of
+    the target itself.
+    """
 
     def is_standalone(self) -> bool:
-        """Whether a whole model with a cache of its own drafts: it does."""
-        return True
+        """Whether a whole model with a cache of its own drafts."""
+        return get_spec().speculative_draft_model_path is not None
 
     def handle_server_args(self, server_args: Any) -> None:
         """Check the arguments and fill in what the user left open."""

@@ -5,15 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, cast
 
 from speculators_ext.config import ConfigError, parse_method_config
-from speculators_ext.engines.sglang.methods import find_layer_obstacle
 from speculators_ext.engines.sglang.requested import (
-    FLAG,
     check_engine,
     draft_count,
     raw_settings,
     refuse_flags,
     target_info,
 )
+from speculators_ext.engines.sglang.skipping.checks import check_layers
 
 if TYPE_CHECKING:
     from speculators_ext.config import ClaspConfig
@@ -50,18 +49,12 @@ def prepare_clasp(server_args: Any) -> None:
             "accepted: 1; leave it out"
         )
     steps = _num_steps(server_args)
-    obstacle = find_layer_obstacle(target_info(server_args).architectures)
-    if obstacle is not None:
-        raise ConfigError(
-            f"--speculative-algorithm CLASP: layers of this target cannot be skipped: {obstacle}; "
-            "choose such a target or another algorithm"
-        )
-    unit = clasp_settings(server_args).skip_unit
-    if unit != "layer":
-        raise ConfigError(
-            f"{FLAG}: skip_unit={unit!r} is not supported on SGLang; "
-            "accepted: 'layer'; correct it or leave the key out"
-        )
+    check_layers(
+        "--speculative-algorithm CLASP",
+        server_args,
+        clasp_settings(server_args),
+        "choose such a target or another algorithm",
+    )
     server_args.speculative_num_steps = steps
     server_args.speculative_num_draft_tokens = steps + 1
     server_args.speculative_eagle_topk = 1

@@ -11,23 +11,17 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.runtime_context import get_spec
 
 from speculators_ext.engines.sglang.chains import chain_verify_input
-from speculators_ext.engines.sglang.clasp.drafting import draft_logits, search_set
 from speculators_ext.engines.sglang.clasp.requested import clasp_settings
-from speculators_ext.engines.sglang.clasp.target_layers import TargetLayers
-from speculators_ext.engines.sglang.decode_steps import decode_step
 from speculators_ext.engines.sglang.log import log_method
 from speculators_ext.engines.sglang.round_clock import RoundClock
+from speculators_ext.engines.sglang.skipping.own_layers import OwnLayers
 from speculators_ext.engines.sglang.worker import RoundWorker
 from speculators_ext.proposers.drafting import clamp_ids, exit_mask
-from speculators_ext.proposers.skip_search import SkipSets
-from speculators_ext.proposers.skip_sets import plan_skips
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     import torch
-
-    from speculators_ext.proposers.skip_sets import SkipSet
 
 __all__ = ["ClaspWorker"]
 
@@ -46,9 +40,8 @@ class ClaspWorker(RoundWorker):
         self._config = clasp_settings(server_args)
         most = get_spec().speculative_num_steps
         super().__init__(target_worker, None, most, tail=self._config.search_window)
-        self._layers = TargetLayers(self._runner.model)
-        self._plan = plan_skips(self._config, self._layers.num_layers)
-        self._sets = SkipSets(self._config, self._plan, can_search=True)
+        self._own = OwnLayers(self._runner, self._config)
+        self._sets = self._own.sets
         self._vocab_size = target_worker.model_config.vocab_size
         self._clock = RoundClock(
             self._most, self._config.refresh_interval, adaptive=self._config.adaptive
@@ -110,7 +103,7 @@ class ClaspWorker(RoundWorker):
             wanting = [names[row] for row in rows]
             if self._sets.due(wanting):
                 with self._clock.searching():
-                    self._search(batch, rows, lengths)
+                    self._own.search(batch, rows, lengths, self._known)
             tokens = batch.spec_info.bonus_tokens.tolist()
             for kept, members in self._sets.groups(wanting):
                 group = [rows[member] for member in members]
@@ -118,23 +111,6 @@ class ClaspWorker(RoundWorker):
         self._sets.count_round()
         self._clock.end_drafting()
         return caps, drafts
-
-    def _search(self, batch: Any, rows: list[int], lengths: list[int]) -> None:
-        wanting = [batch.reqs[row].rid for row in rows]
-        rows, window = self._sets.looked_at(rows)
-        looked_at: list[tuple[int, int, int]] = []  # row, token, position
-        for row in rows:
-            newest = self._known.newest(batch.reqs[row].rid, window)
-            first = lengths[row] + 1 - len(newest)
-            looked_at += [(row, token, first + back) for back, token in enumerate(newest)]
-
-        def best(tokens: list[int], candidates: tuple[SkipSet, ...]) -> SkipSet:
-            chosen = [looked_at[token] for token in tokens]
-            own, ids, positions = (list(part) for part in zip(*chosen, strict=True))
-            step = decode_step(batch, self._runner, own, ids, positions)
-            return search_set(self._layers, self._runner, step, self._plan, candidates)
-
-        self._sets.search(wanting, [batch.reqs[row].rid for row, _, _ in looked_at], best)
 
     def _draft_rows(
         self,
@@ -152,8 +128,7 @@ class ClaspWorker(RoundWorker):
             feed = [drafts[row][-1] if depth else tokens[row] for row in rows]
             positions = [lengths[row] + depth for row in rows]
             with self._clock.drafting(depth):
-                step = decode_step(batch, self._runner, rows, feed, positions)
-                logits = draft_logits(self._layers, self._runner, kept, step)
+                logits = self._own.logits(batch, kept, rows, feed, positions)
                 drawn = exit_mask(logits, self._config.exit_threshold)
                 ids = clamp_ids(drawn.tokens, self._vocab_size).tolist()
                 sure = drawn.keep.tolist()

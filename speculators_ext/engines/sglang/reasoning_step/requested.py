@@ -15,6 +15,7 @@ from speculators_ext.engines.sglang.requested import (
     target_config,
     target_info,
 )
+from speculators_ext.engines.sglang.skipping.checks import check_layers
 from speculators_ext.proposers.step_tokens import find_span, find_suffix, same_tokens
 
 if TYPE_CHECKING:
@@ -115,7 +116,13 @@ def prepare_reasoning_step(server_args: Any) -> None:
         ("skip_tokenizer_init", "steps are found by their text"),
     )
     options = step_settings(server_args)
-    path = _check_tokenizers(server_args, options)
+    path = server_args.speculative_draft_model_path
+    if path is None:
+        _check_own_layers(server_args, options)
+    tokenizer = load_tokenizer(server_args)
+    if path is not None:
+        _check_tokenizer(tokenizer, server_args, path)
+    find_span(tokenizer, *reasoning_tokens(options, server_args, tokenizer))
     steps = server_args.speculative_num_steps or DEFAULT_NUM_STEPS
     drafts = draft_count(steps, "--speculative-num-steps", server_args.context_length)
     if server_args.speculative_num_draft_tokens not in (None, drafts + 1):
@@ -135,29 +142,31 @@ def prepare_reasoning_step(server_args: Any) -> None:
             "%s is LOSSY: steps of %s that the judge '%s' gives at least %g are taken as they "
             "are; a lenient judge costs accuracy",
             _NAME,
-            path,
+            path or "its own skipped layers",
             options.judge,
             options.passes_from,
         )
 
 
-def _check_tokenizers(server_args: Any, options: ReasoningStepConfig) -> str:
-    """The small model, which must have the target's tokens."""
-    path = server_args.speculative_draft_model_path
-    if path is None:
-        raise ConfigError(
-            f"--speculative-algorithm {_NAME}: {_MODEL} is missing; accepted: a small model with "
-            "the target's tokenizer"
-        )
-    tokenizer = load_tokenizer(server_args)
+def _check_own_layers(server_args: Any, options: ReasoningStepConfig) -> None:
+    """Refuse a target that cannot write its steps itself."""
+    assert options.clasp is not None
+    check_layers(
+        f"--speculative-algorithm {_NAME} without {_MODEL}",
+        server_args,
+        options.clasp,
+        f"give {_MODEL} a small model with the target's tokenizer",
+    )
+
+
+def _check_tokenizer(tokenizer: Any, server_args: Any, path: str) -> None:
+    """Refuse a small model that has not the target's tokens."""
     difference = same_tokens(tokenizer, load_tokenizer(server_args, path))
     if difference is not None:
         raise ConfigError(
             f"{_MODEL}={path!r} has another tokenizer than the target: {difference}; choose a "
             "small model of the target's family"
         )
-    find_span(tokenizer, *reasoning_tokens(options, server_args, tokenizer))
-    return str(path)
 
 
 def _check_room(server_args: Any, options: ReasoningStepConfig, drafts: int) -> None:

@@ -23,6 +23,14 @@ __all__ = ["SmallModel"]
 class SmallModel(DraftModel, StandaloneDraftWorker):
     """A model of its own, whose cache has the target's slots."""
 
+    @property
+    def vocab_size(self) -> int:
+        """Of the model."""
+        return self.draft_runner.model_config.vocab_size
+
+    def begin(self, batch: Any, rows: list[int], lengths: list[int]) -> None:
+        """A round in which ``rows`` of a batch write: `feed` is given all that was not read."""
+
     def feed(
         self, batch: Any, rows: Sequence[int], starts: Sequence[int], pieces: Sequence[list[int]]
     ) -> Tensor:

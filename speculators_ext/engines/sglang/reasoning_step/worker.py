@@ -1,8 +1,8 @@
 """The speculative worker of ``REASONING_STEP``.
 
-A round: the small model reads what was kept and writes each request's step to its end -> all steps
-are verified in one target forward -> a judge may let whole steps pass that are not the target's own
-words.
+A round: the small model reads what was kept and writes each request's step to its end, or the
+target does with some of its layers skipped -> all steps are verified in one target forward -> a
+judge may let whole steps pass that are not the target's own words.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from speculators_ext.engines.sglang.choices import choosing
 from speculators_ext.engines.sglang.log import log_method, logger
 from speculators_ext.engines.sglang.reasoning_step.counts_page import CountsPage
 from speculators_ext.engines.sglang.reasoning_step.judging import Candidate, StepJudging
+from speculators_ext.engines.sglang.reasoning_step.own_steps import OwnSteps
 from speculators_ext.engines.sglang.reasoning_step.requested import (
     judge_suffix,
     load_tokenizer,
@@ -47,7 +48,7 @@ __all__ = ["ReasoningStepWorker"]
 
 @dataclass
 class _Entry:
-    """A request: its tokens, prompt included, and how many of them the small model has read."""
+    """A request: its tokens, prompt included, and how many of them the writer has read."""
 
     req: Any
     tokens: list[int]
@@ -59,7 +60,7 @@ class _Entry:
 
 
 class ReasoningStepWorker(RoundWorker):
-    """Drafts steps with a model of its own; see the module's docstring for a round.
+    """Drafts steps; see the module's docstring for a round.
 
     Args:
         server_args: SGLang's.
@@ -69,14 +70,23 @@ class ReasoningStepWorker(RoundWorker):
     """
 
     def __init__(self, server_args: Any, gpu_id: int, nccl_port: int, target_worker: Any) -> None:
-        self.model = SmallModel(server_args, gpu_id, nccl_port, target_worker)
         self._options = step_settings(server_args)
+        skips = self._options.clasp
+        small = SmallModel(server_args, gpu_id, nccl_port, target_worker) if skips is None else None
         super().__init__(
             target_worker,
-            self.model,
+            small,
             get_spec().speculative_num_steps,
+            tail=1 if skips is None else skips.search_window,
             least_threshold=self._options.least_threshold,
         )
+        vocab_size = target_worker.model_config.vocab_size
+        self.writer: SmallModel | OwnSteps
+        if skips is None:
+            assert small is not None
+            self.writer = small
+        else:
+            self.writer = OwnSteps(self._runner, skips, self._known, vocab_size)
         self._rules = _rules(server_args, self._options, target_worker.model_config.hf_eos_token_id)
         self._watch = DelimiterWatch(self._rules, self._most)
         suffix = judge_suffix(server_args, self._options)
@@ -84,9 +94,8 @@ class ReasoningStepWorker(RoundWorker):
         self._judging = StepJudging(self._options, judge, CountsPage())
         # A step that ends here or later leaves the suffix no room in the model.
         self._end = self._last + 1 - (0 if suffix is None else len(suffix.ids))
-        small = self.model.draft_runner.model_config.vocab_size
         # Padding of one vocabulary beyond the other's is never drafted and never read.
-        self._both = min(small, target_worker.model_config.vocab_size)
+        self._both = min(self.writer.vocab_size, vocab_size)
         self._entries: dict[str, _Entry] = {}
         self._missing: set[str] = set()
         log_method("REASONING_STEP", self._most, self._options)
@@ -155,6 +164,7 @@ class ReasoningStepWorker(RoundWorker):
             if limit > 0:
                 limits[row] = limit
         entries = {row: self._entries[batch.reqs[row].rid] for row in limits}
+        self.writer.begin(batch, list(entries), lengths)
         self._write_steps(batch, limits, entries)
         return [entries[row].drafts if row in entries else [] for row in range(len(batch.reqs))]
 
@@ -164,7 +174,7 @@ class ReasoningStepWorker(RoundWorker):
         starts = [entries[row].read for row in rows]
         pieces = [entries[row].tokens[entries[row].read :] for row in rows]
         while rows:
-            logits = self.model.feed(batch, rows, starts, pieces)
+            logits = self.writer.feed(batch, rows, starts, pieces)
             going = []
             for row, token in zip(rows, logits[:, : self._both].argmax(-1).tolist(), strict=True):
                 entry = entries[row]
@@ -193,7 +203,7 @@ class ReasoningStepWorker(RoundWorker):
         return Candidate(drafts, self._options.passes_from if own is None else own, last)
 
     def _note(self, batch: Any, result: Any) -> None:
-        """Remember what was kept, and how far the small model has read it."""
+        """Remember what was kept, and how far the writer has read it."""
         counts = result.accept_lens.tolist()
         tokens = result.next_token_ids.view(len(counts), -1).tolist()
         for req, row, count in zip(batch.reqs, tokens, counts, strict=True):

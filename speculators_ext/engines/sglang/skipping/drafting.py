@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
-    from speculators_ext.engines.sglang.clasp.target_layers import TargetLayers
+    from speculators_ext.engines.sglang.skipping.target_layers import TargetLayers
     from speculators_ext.proposers.skip_sets import SkipPlan, SkipSet
 
 __all__ = ["draft_logits", "search_set"]
