@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from speculators_ext.engines.sglang.attention import attend_prefix
+from speculators_ext.engines.sglang.attention import attend_prefix, by_head
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,9 +35,7 @@ def forward_extend(
     from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
     pool = backend.token_to_kv_pool
-    query = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
-    key = k.view(-1, layer.tp_k_head_num, layer.qk_head_dim)
-    value = v.view(-1, layer.tp_v_head_num, layer.v_head_dim)
+    query, key, value = by_head(layer, q, k, v)
     if save_kv_cache:
         where = KVWriteLoc(forward_batch.out_cache_loc, backend.swa_out_cache_loc)
         pool.set_kv_buffer(layer, where, key, value)
